@@ -1,4 +1,4 @@
-"""Owns the requests, waiting and running, and the plan of a step while it is drafted.
+"""Owns the waiting and running requests, and the draft of a step's plan.
 
                     admit()                        park()
     waiting ───────────────────▶ running ───────────────────▶ parked
@@ -6,8 +6,8 @@
       │                             │ (preempted)               │ its blocks are needed
       └─────────────────────────────┴───────────────────────────┘
 
-A parked request waits and is admitted like any other, but keeps what it holds of the cache, so
-that nothing of it is computed again, until others need that: then the youngest loses its own.
+A parked request waits and is admitted like any other, but keeps its blocks, so that it need not be
+computed again. When others need blocks, the youngest parked request loses its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Totals:
 
 
 class ToldTokens(NamedTuple):
-    """What the device has to be told because of guesses; see `StepPlan`."""
+    """The lists of a StepPlan that are there because of guesses; see `StepPlan`."""
 
     fed: list[tuple[int, int, int]]
     lags: list[tuple[int, int]]
@@ -50,7 +50,7 @@ class ToldTokens(NamedTuple):
 
 
 class Draft:
-    """What is planned of one step so far. The lists run in parallel as those of `StepPlan` do."""
+    """The plan of one step while it is made. Its lists are those of `StepPlan`."""
 
     def __init__(self, step: int, limits: SchedulerLimits) -> None:
         self.step = step
@@ -75,16 +75,16 @@ class Draft:
         return not self.num_left or len(self.rows) == self._max_num_seqs
 
     def cap(self, num_tokens: int) -> None:
-        """Let the step take no more than so many further tokens."""
+        """Let the step take at most `num_tokens` further tokens."""
         kept = max(0, self.num_left - num_tokens)
         self.num_left -= kept
         self._budget -= kept
 
     def schedule(self, seq: Sequence) -> None:
-        """Plan as many tokens as there is room for of a sequence with a row and blocks. They are
-        two entries where its adapter becomes active in between. Those of a sequence with a state
-        need what those before them make of it, so that they come in another step, and so do those
-        behind the place of a snapshot, unless they are the last few of the prompt."""
+        """Plan as many tokens of a sequence, which has a row and blocks, as the step has room for.
+        An entry of the plan ends where the adapter becomes active, and where a snapshot is taken;
+        the rest is another entry. If the sequence has a recurrent state, the rest has to wait for
+        the next step, unless it is the last few tokens of the prompt; see `_goes_on`."""
         stops, begin = seq.holding.stops, seq.computed
         ends = [seq.adapter.active_from, *stops]
         for end in sorted(end for end in ends if begin < end < seq.known):
@@ -94,8 +94,8 @@ class Draft:
         self._schedule(seq, seq.known)
 
     def _goes_on(self, seq: Sequence, begin: int, end: int) -> bool:
-        """Whether a sequence with a state, of which the tokens from `begin` to `end` are planned,
-        can go on in the same step to the end of its prompt: behind its last snapshot."""
+        """Whether a sequence with a state, whose tokens from `begin` to `end` are planned, can go
+        on in the same step: if its last snapshot is at `end`, and few tokens are left."""
         return (
             seq.computed == end
             and seq.holding.stops[-1:] == (end,)
@@ -105,9 +105,9 @@ class Draft:
         )
 
     def guess(self, seq: Sequence, most: int) -> None:
-        """Plan up to `most` guesses at what comes after the decode that was planned last, as far as
-        the blocks go. Nothing else of the sequence is planned until they are settled. Where the
-        model drafts tokens, it does so for the next step."""
+        """Plan up to `most` guesses behind the decode of `seq` that was just planned, as far as its
+        blocks have room. Nothing else of the sequence is planned until they are settled. If the
+        model's own head drafts, have it draft for the next step."""
         tokens, rules, known = seq.tokens, seq.rules, seq.known - 1
         assert rules.guesser is not None
         self._catch_up(seq)
@@ -130,7 +130,7 @@ class Draft:
         seq.in_flight += num
 
     def _catch_up(self, seq: Sequence) -> None:
-        """Have the state of a sequence that goes on take the guesses that were right."""
+        """Have this step bring a sequence's state up to date with the guesses that were right."""
         if seq.holding.lag:
             self._told.lags.append((seq.holding.state, seq.holding.lag))
             seq.holding.lag = 0
@@ -167,8 +167,8 @@ class Draft:
 
 
 class Batch:
-    """Owner of the queue and of the rows; takes from the cache and from the adapters' turns what
-    a request needs, and gives it back."""
+    """Owner of the queue and of the rows. It takes a request's blocks from the cache and its lease
+    from the adapters' turns, and gives them back."""
 
     def __init__(
         self,
@@ -185,11 +185,11 @@ class Batch:
         self.running: list[Sequence] = []
         """Requests with a row, in the order of their arrival."""
         self.num_guessed_at = 0
-        """How many of them may be guessed at."""
+        """How many running requests have a guesser."""
         self._parked: list[Sequence] = []
         """Waiting requests with blocks, in the order of their arrival."""
         self._charged_in = -1
-        """The step in which counters were brought up to date last."""
+        """The step in which the tenants' counters were last brought up to date."""
         self.totals = Totals()
 
     @property
@@ -198,12 +198,12 @@ class Batch:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens to compute before all requests here have had their next one."""
+        """Tokens to compute before all requests have had their next one, except decodes."""
         lacking = (seq.known - seq.computed for seq in chain(self.running, self.waiting))
         return sum(count for count in lacking if count > 1)
 
     def stranded(self, most: int) -> tuple[str, ...]:
-        """Ids of the youngest requests that had begun and lost their blocks, so many at most."""
+        """Ids of requests that had begun and lost their blocks; of the youngest `most` of them."""
         if not self.totals.preemptions:
             return ()
         found = sorted(s for s in self.waiting if s.num_cached >= 0 and not s.holding.blocks)
@@ -214,15 +214,15 @@ class Batch:
         return len(self._free_rows)
 
     def join(self, seq: Sequence) -> None:
-        """A request begins to wait, at its place by arrival."""
+        """Put a request in the queue, at its place by arrival."""
         if not seq.account.num_waiting and self.waiting.num_tenants > 1:
             self.charge_running()  # its tenant is lifted to the lowest counter
         self.waiting.push(seq)
 
     def admit(self, seq: Sequence, draft: Draft) -> bool:
-        """Give a waiting request, which the caller takes from the queue, a row, room in the cache
-        and its adapter, and plan its tokens. False if the cache is short of room, though other
-        parked requests gave theirs up."""
+        """Give a waiting request a row, blocks and its adapter's lease, and plan its tokens; the
+        caller takes it from the queue. False, and nothing of this, if there are too few blocks even
+        after other parked requests have lost theirs."""
         cache, holding = self._cache, seq.holding
         parked = bool(holding.blocks)
         hits: list[int] = []
@@ -250,7 +250,7 @@ class Batch:
         return True
 
     def schedule(self, seq: Sequence, draft: Draft) -> None:
-        """Plan a chunk of a sequence, and the snapshot that is to be taken in it."""
+        """Plan a chunk of a sequence, and the snapshots that are to be taken in it."""
         begin = seq.computed
         draft.schedule(seq)
         for stop in seq.holding.stops:
@@ -260,8 +260,8 @@ class Batch:
                     draft.snapshots.append((seq.holding.state, number))
 
     def grow(self, seq: Sequence, draft: Draft) -> bool:
-        """Give a running request one more block, which others may have to give up; False if `seq`
-        itself had to be preempted for want of one."""
+        """Give a running request one more block, if need be by taking blocks from parked or other
+        running requests. False if `seq` itself was preempted instead."""
         while (block := self._cache.extend(seq.holding)) is None:
             if self._parked:
                 self._strip(self._parked[-1])
@@ -275,8 +275,8 @@ class Batch:
         return True
 
     def _last_of_largest(self, seq: Sequence) -> Sequence:
-        """The youngest request of the tenant that has most blocks for its weight, of those that
-        come no earlier than `seq`: what comes earlier may be in the draft."""
+        """The youngest request of the tenant that has most blocks for its weight, among those that
+        came no earlier than `seq`: earlier ones may be in the draft."""
         blocks: Counter[Account] = Counter()
         for each in self.running:
             blocks[each.account] += len(each.holding.blocks)
@@ -292,7 +292,7 @@ class Batch:
         self.join(seq)
 
     def roll_back(self, planned: Iterable[Sequence], plan: StepPlan) -> list[Sequence]:
-        """Take back a step that has no result: its sequences wait again. Returns each once."""
+        """Undo the plan of a step that failed: its sequences wait again. Returns each once."""
         starts = plan.starts
         for _, number in plan.snapshots:
             self._cache.snapshot_ended(number, False)
@@ -313,7 +313,7 @@ class Batch:
         return list(sequences)
 
     def settle_guesses(self, seq: Sequence) -> None:
-        """The step with a request's guesses is over: what came after a wrong one is void."""
+        """Settle a request's guesses after their step: what is behind a wrong one is void."""
         seq.known = len(seq.tokens)
         seq.computed = min(seq.computed, seq.known - 1)
         num, found = seq.rules.settle_guesses()
@@ -323,7 +323,7 @@ class Batch:
         self.totals.right_guesses += found
 
     def remove(self, seq: Sequence) -> None:
-        """A request has ended, wherever it is; not during a walk of the queue."""
+        """Take out a request that has ended, running or waiting; not during a walk of the queue."""
         self._charge(seq)
         if seq.row >= 0:
             self._leave(seq)
@@ -335,9 +335,9 @@ class Batch:
         self.waiting.close(seq.account)
 
     def charge_running(self, step: int = -1) -> None:
-        """Bring the tenants' counters up to date, once in a step if that is given. They are looked
-        at where several tenants want something, so the loops that run for every token need not
-        keep them."""
+        """Bring the tenants' counters up to date, at most once for each `step` that is given. They
+        only matter when several tenants compete, so the loops that run for every token don't
+        update them."""
         if step >= 0 and step == self._charged_in:
             return
         self._charged_in = step
@@ -354,7 +354,7 @@ class Batch:
         seq.bill.settle(seq.computed, len(seq.tokens))
 
     def _count_prompt(self, seq: Sequence) -> None:
-        """Count the tokens with which a request came, when it is admitted first."""
+        """Count the tokens with which a request came, at its first admission."""
         if seq.num_cached < 0:
             seq.num_cached = min(seq.computed, seq.num_prompt)
             self.totals.prompt_tokens += len(seq.tokens)
@@ -363,8 +363,8 @@ class Batch:
         seq.bill.admitted_with = seq.bill.charged
 
     def _leave(self, seq: Sequence) -> None:
-        """Give back a row. The adapter's lease ends with the last step in flight, as loads are
-        not ordered with steps."""
+        """Give back a row. The adapter's lease lasts until no step of the request is in flight:
+        loads don't wait for steps, so one might overwrite an adapter that is still in use."""
         self.running.remove(seq)
         self.num_guessed_at -= seq.rules.guesser is not None
         self._free_rows.append(seq.row)
@@ -373,8 +373,8 @@ class Batch:
             self._turns.end_lease(seq.adapter)
 
     def _strip(self, seq: Sequence) -> None:
-        """Take a parked request's blocks. Steps in flight may still write to them, but they run
-        before any step that is planned from now on."""
+        """Take a parked request's blocks. Steps in flight may still write to these, but run before
+        any step that is planned from now on."""
         self._parked.remove(seq)
         self._cache.release(seq.holding)
         seq.computed = 0

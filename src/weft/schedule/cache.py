@@ -1,7 +1,7 @@
 """Owns the KV blocks, the prefix index and the recurrent states. Pure Python, no tensors.
 
-A block is *in use* while its reference count is positive. A block that is given back keeps its
-content and, if it was registered, its place in the prefix index, until it is taken again:
+A block is *in use* while its reference count is positive. A free block keeps its content and, if it
+was registered, its place in the prefix index, until it is taken again:
 
     free, cached, in the order of release      [oldest ......... newest]
       a fresh block is the oldest ^                             ^ release() appends
@@ -15,14 +15,14 @@ sequence, its version's digest and the position go into the hash:
     a, from 0 on      └a0── ...
     a, from 37 on                 └a37─ ...      (blocks of 16 tokens)
 
-So no version shares what it computed with another, or what it computed when it became active
-elsewhere, and all of them share what the base computed before they became active. The hash begins
-with the sequence's *salt*: blocks are shared among sequences with the same one alone.
+So blocks that an adapter computed are shared only by sequences with the same version, active from
+the same position; blocks that the base computed before are shared by all. The hash begins with the
+sequence's *salt*: only sequences with the same salt share blocks.
 
-A sequence of a model with recurrent layers holds one *state*, from reserve() to release(). It is
-what all the tokens so far have made of it, so blocks of another sequence are of no use without the
-state at their end. Such states are kept as *snapshots* (`weft.schedule.snapshots`), with which the
-blocks up to there are matched. They are taken in prompts:
+A sequence of a model with recurrent layers holds one *state*, from reserve() to release(). The
+state depends on all tokens so far, so another sequence's blocks are of no use without the state at
+their end. Such states are kept as *snapshots* (`weft.schedule.snapshots`), and blocks are matched
+only up to a snapshot. They are taken in prompts:
 
     tokens      [ .......... | ..... | ......................... | .. ]
     snapshots   where another prompt | behind the last full block
@@ -45,21 +45,21 @@ NEVER = 1 << 62
 """A position beyond any other."""
 
 AHEAD = 64
-"""How many blocks are looked for at once. More keys would hold up a step that finds the first of
-many blocks missing."""
+"""For how many blocks keys are computed at a time. More would be wasted, and hold up the step, when
+the first of many blocks is missing."""
 
 MIN_BLOCKS = 2
 """A snapshot is taken where it saves others at least so many blocks of computing."""
 
 
 def _chain(kind: bytes, *content: bytes) -> hashlib._Hash:
-    """A hash to which tokens are added. It begins with 32 bytes that stand for the content; the
-    length of all but the last part of that follows from its kind."""
+    """A hash to which tokens are added. It begins with the 32-byte digest of `kind` and `content`,
+    whose parts, except the last, have lengths that follow from the kind."""
     return hashlib.sha256(hashlib.sha256(b"".join((kind, *content))).digest())
 
 
 class Holding:
-    """What one sequence holds of the cache. Only the cache changes it, and the batch its lag."""
+    """What one sequence holds of the cache. Only the cache changes it; the batch sets `lag`."""
 
     __slots__ = (
         "_active_from",
@@ -85,9 +85,9 @@ class Holding:
         name: str | None = None,
         keys: list[bytes] | None = None,
     ) -> None:
-        """The adapter version `digest` is active from the position `active_from` on. `name` is
-        what the request calls it. `keys`: those of all its full blocks, if they are known already,
-        in a list that sequences may share which never differ."""
+        """The adapter version `digest` is active from the position `active_from` on. `name` is its
+        name in the request. `keys`: the keys of all its full blocks, if known already; sequences
+        with the same tokens may share the list."""
         self._chain = _chain(b"salt", salt.encode())
         """The hash of the blocks whose keys are known."""
         self._digest = digest
@@ -97,20 +97,20 @@ class Holding:
         """Keys of the full blocks of the tokens, as far as they were needed."""
         self.blocks: list[int] = []
         self.room = 0
-        """Tokens for which there is room in the blocks."""
+        """How many tokens the blocks have room for."""
         self.state = -1
         """The recurrent state; -1 while it has none."""
         self.lag = 0
         """How many computed tokens the state lacks until the next step: the guesses that were right
         in the last one."""
         self.next_full = NEVER
-        """Computed tokens with which the next block is full and may be registered."""
+        """The number of computed tokens at which the next block is full and may be registered."""
         self.restored = -1
-        """The snapshot from which the state begins; -1: from nothing, or it goes on."""
+        """The snapshot from which the state begins; -1: it begins empty, or continues."""
         self.stops: tuple[int, ...] = ()
-        """Computed tokens, rising, with which a snapshot is taken: a chunk must end there."""
+        """Numbers of computed tokens, ascending, at which a chunk must end for a snapshot."""
         self._known_blocks = 0
-        """How many blocks of these tokens were in the prefix index, with a snapshot or not."""
+        """How many blocks of its tokens were in the prefix index, with a snapshot or without."""
 
     def key(self, tokens: TokenArray, index: int, size: int) -> bytes:
         """The key of the full block `index`; `tokens` only ever grow between calls."""
@@ -130,7 +130,7 @@ class Holding:
         return keys[begin:end]
 
     def _adapted(self, before: bytes) -> hashlib._Hash:
-        """What goes on in place of a hash with this digest where the version becomes active."""
+        """The hash that replaces one with the digest `before` where the version becomes active."""
         assert self._digest is not None
         position = self._active_from.to_bytes(8, "little")
         return _chain(b"adapter", before, bytes.fromhex(self._digest), position)
@@ -140,7 +140,7 @@ class Holding:
         return self._name if index >= self._active_from // size else None
 
     def cached_key(self, num_blocks: int) -> bytes:
-        """The key of the last of so many blocks that were matched."""
+        """The key of the last of `num_blocks` matched blocks."""
         return self._keys[num_blocks - 1]
 
 
@@ -171,9 +171,9 @@ class Cache:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._free_states = list(range(num_states - 1, -1, -1))
         self.sketch: PrefixSketch | None = None
-        """What is told of the prefix index to others, if anybody asks for it."""
+        """The keys that the engine's load reports; None: nobody needs them."""
         self.journal: Journal | None = None
-        """What happens to the prefix index, if anybody asks for it."""
+        """Records the changes of the prefix index; None: nobody needs them."""
 
     @property
     def num_free(self) -> int:
@@ -185,8 +185,8 @@ class Cache:
 
     def match(self, holding: Holding, tokens: TokenArray) -> list[int]:
         """Registered blocks with the beginning of `tokens`, without taking them; for a model with
-        states, up to the last one with a snapshot. At least one token is left to compute. They stay
-        registered until the next reserve() or extend()."""
+        states, up to the last block with a snapshot. At least one token is left to compute. The
+        blocks stay registered until the next reserve() or extend()."""
         hits, size = self._registered(holding, tokens), self.block_size
         if self.sketch is not None:
             self.sketch.found(holding.keys(tokens, 0, len(hits), size))
@@ -244,7 +244,7 @@ class Cache:
         return True
 
     def _begin_state(self, holding: Holding, num_tokens: int, num_hits: int) -> None:
-        """Where the state begins, and where snapshots of it are worth their time."""
+        """Choose where the state begins, and where snapshots of it are worth their time."""
         size = self.block_size
         if num_hits:
             holding.restored = self.snapshots.use(holding.cached_key(num_hits))
@@ -258,15 +258,15 @@ class Cache:
         holding.stops = tuple(stop for stop in stops if least <= stop < num_tokens)
 
     def snapshot(self, holding: Holding, tokens: TokenArray, computed: int) -> int | None:
-        """Begin a snapshot of a sequence's state with the first `computed` tokens, at the end of
-        the step that computes them, if one is to be taken there. `snapshot_ended` follows."""
+        """Begin a snapshot of a sequence's state after its first `computed` tokens. Returns its
+        number, for `snapshot_ended` after the step that takes it; None: none is to be taken."""
         if computed not in holding.stops:
             return None
         key = holding.key(tokens, computed // self.block_size - 1, self.block_size)
         return self.snapshots.begin(key)
 
     def snapshot_ended(self, number: int, written: bool) -> None:
-        """The step has run and what it computed was registered, or it has not run."""
+        """End a snapshot: its step has run, and its blocks were registered, or it has failed."""
         snapshots = self.snapshots
         snapshots.end(number, written and snapshots.key_of(number) in self._block_of)
 
@@ -280,8 +280,8 @@ class Cache:
         return block
 
     def register(self, holding: Holding, tokens: TokenArray, computed: int) -> None:
-        """Offer the full blocks of the first `computed` tokens to the prefix index. The first
-        block with some content stays the one that others find."""
+        """Offer the full blocks of the first `computed` tokens to the prefix index. If it has a
+        block with the same content already, that one stays."""
         size, blocks = self.block_size, holding.blocks
         while holding.next_full <= min(computed, holding.room):
             index = holding.next_full // size - 1
@@ -298,8 +298,8 @@ class Cache:
             holding.next_full += size
 
     def release(self, holding: Holding) -> None:
-        """Give everything back. The last blocks of the sequence become the oldest free ones, so
-        that a chain is eaten from its end and its beginning stays useful."""
+        """Give everything back. The sequence's last block becomes the oldest of them, so that a
+        chain of cached blocks is reused from its end, and its beginning stays useful."""
         for block in reversed(holding.blocks):
             self._users[block] -= 1
             if not self._users[block]:
@@ -310,7 +310,7 @@ class Cache:
         holding.restored, holding.stops, holding.lag = -1, (), 0
 
     def _allocate(self) -> int:
-        """Take a free block for new content; it loses what it held."""
+        """Take the oldest free block for new content; it leaves the prefix index."""
         block, _ = self._free.popitem(last=False)
         key = self._key_of[block]
         if key is not None:

@@ -1,7 +1,7 @@
-"""Guesses that a model's own head for several tokens has drafted.
+"""Guesses that a model's own multi-token prediction head has drafted.
 
-A step drafts what comes behind its last token that counts, and these drafts are guesses of the
-next step, if that begins where they do:
+A step drafts the tokens after its last valid one, and these drafts are the guesses of the next
+step, if no other token has come in between:
 
     step 1      ... a               samples b, drafts c d e
     step 2          b c d e         samples c d x: c and d were right; drafts what comes after x
@@ -19,8 +19,8 @@ from weft.core.units import NUM_DRAFTS
 from weft.schedule.guesses import Guesser
 
 _KEPT = 0.99
-"""The part of what is known of drafts that stays with each step: where they don't pay, they are
-tried again when it was long ago."""
+"""The weight that counts of right drafts keep with each step. So if drafts didn't pay, they are
+tried again after a long time."""
 
 
 class HeadGuesser(Guesser):
@@ -42,7 +42,7 @@ class HeadGuesser(Guesser):
         self._drafts = list(takewhile(lambda token: token < self._vocab_size, drafts))
 
     def chances(self, tokens: Sequence[int], pending: int) -> list[float]:
-        """Those of drafts, whether there are some or not: where they pay, they are made."""
+        """The chances of drafts, even if there are none yet: if they pay, the head is run."""
         for bits, (seen, right) in enumerate(zip(self._seen, self._right, strict=True)):
             self._seen[bits], self._right[bits] = _KEPT * seen, _KEPT * right
         return self._outlook(0, NUM_DRAFTS)

@@ -1,12 +1,12 @@
 """Finds free space for an adapter, on the host and in the device's arena.
 
-The arena is a line of extents, which may move for one more:
+The device's arena is a line of extents, which may be moved to make room for another one:
 
     |  a  |   b   |......free......|  c (loading)  |  d  |..free..|
     └───────── a stretch ──────────┘               └ a stretch ───┘
 
-Moves are ordered with steps, but loads are not: extents that are loading stay where they are, and
-what lies between two of them is a *stretch*.
+Moves are carried out in order with steps, but loads are not. So extents that are loading can't be
+moved, and what lies between two of them is a *stretch*.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class _Stretch(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Consecutive gaps of a stretch that hold an adapter, once what is between them has moved.
-    The least is the best: fewest elements moved, then least room left over."""
+    """Consecutive gaps of a stretch that together hold an adapter once the extents between them
+    are moved. The smallest tuple is the best: fewest elements moved, then least room left over."""
 
     moved: int
     free: int
@@ -109,8 +109,9 @@ class ArenaLine:
             order       c  a  e  b          those of least worth first
             stretches   |  a  | b |....|  (d loads)  |  c  |..|  e  |
 
-        A stretch gives up its extents in that order until there is room: maybe `a` in the first
-        one, and `c`, `e` in the second. The stretch is chosen whose dearest is cheapest: `a`.
+        A stretch gives up its extents in that order until there is room: here `a` in the first one,
+        or `c` and `e` in the second. The stretch is chosen whose most valuable lost extent is worth
+        least: the first one.
         """
         best: tuple[int, list[ArenaExtent]] | None = None
         for stretch in self._stretches():
@@ -125,7 +126,7 @@ class ArenaLine:
             if free < size:
                 continue
             dearest = gone[-1][0] if gone else -1
-            for entry in reversed(gone[:-1]):  # a larger one that had to go may suffice
+            for entry in reversed(gone[:-1]):  # those that later, larger ones made unnecessary
                 if free - entry[1].size >= size:
                     gone.remove(entry)
                     free -= entry[1].size
@@ -134,8 +135,9 @@ class ArenaLine:
         return best[1] if best else None
 
     def open(self, size: int) -> tuple[int, tuple[Move, ...]]:
-        """A gap of at least `size` elements, for which there is room: its start, and the moves that
-        make it. All go to the left, so that in order none overwrites another's source."""
+        """Make a gap of at least `size` elements; one stretch must have that room. Returns the
+        gap's start and the moves that make it. All moves go left, so in order none overwrites
+        another's source."""
         window = min(w for stretch in self._stretches() for w in _windows(stretch, size))
         start = window.start
         moves: list[Move] = []
@@ -167,7 +169,7 @@ class ArenaLine:
 
 
 def _windows(stretch: _Stretch, size: int) -> Iterator[_Window]:
-    """For each gap in which one can end, the shortest window of `size` free elements."""
+    """For each gap, the shortest window that ends there and has `size` free elements, if any."""
     gaps, extents = stretch.gaps(), stretch.extents
     first = moved = free = 0
     for last, gap in enumerate(gaps):

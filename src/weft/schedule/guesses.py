@@ -1,17 +1,17 @@
-"""Guesses a request's next tokens from what its own text says earlier.
+"""Guesses a request's next tokens from its own earlier text.
 
-Text that is edited, quoted or filled in repeats itself. Where the last three tokens stand further
-up, too, those that came after them there are guessed to come now (prompt lookup decoding, as
-`transformers` calls it). A step then computes the guesses beside the next token:
+Text that is edited, quoted or filled in repeats itself. If the last three tokens occur earlier, the
+tokens that came after them there are guessed to come now (`transformers` calls this prompt lookup
+decoding). A step then computes the guesses beside the next token:
 
     tokens      ... a b c d e f   ...   a b c        "a b c" was followed by "d e f"
     positions                           7 8 9
     the step                                c d e    three rows; rows of d and e are guesses
     it samples                              d e x    d and e were right, and x comes after them
 
-A row's sample counts if all guesses before it are what was sampled there. So the tokens of a
-request are those that it would have had without guesses, sampled ones included. How many of them
-are computed is up to `weft.schedule.lengths`.
+A row's sample counts if all guesses before it were right. So a request's tokens are those that it
+would have without guesses, even if they are sampled. `weft.schedule.lengths` decides how many
+guesses are computed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from collections.abc import Sequence
 from weft.core.units import MAX_GUESSES
 
 WIDTH = 3
-"""Tokens that have to stand further up."""
+"""How many last tokens must occur earlier in the text."""
 DOUBT = 2.0
-"""For how many tokens an assumption counts."""
+"""An assumed chance counts as much as this many observed tokens."""
 LEAST = 0.05
 """Guesses with a smaller chance are worth no row."""
 _KEPT = 0.94
-"""The part of what was known of a text's repetitions that stays when it goes on."""
+"""The weight that earlier counts keep with each further guessed token of the text."""
 _MOST_BITS = 3
 """Runs of 4 right tokens and more are counted together, as are those of 2 and 3."""
 
 
 class Guesser(ABC):
-    """Owner of the guesses at one request, and of how often guesses were right, or would have been.
-    Right guesses come in runs, so this is counted by how many came in a row before them."""
+    """Owner of the guesses for one request, and of the counts of right ones, computed or not. Right
+    guesses come in runs, so they are counted by how many right ones came in a row before."""
 
     first_chance: float
-    """That a guess is right, as long as nothing is known of the text."""
+    """The assumed chance that a guess is right, before anything is known of the text."""
     takes_drafts = False
     """Whether its guesses are what the model's own head drafts."""
 
@@ -46,10 +46,10 @@ class Guesser(ABC):
 
     def __init__(self) -> None:
         self._seen = [0.0] * (_MOST_BITS + 1)
-        """How many tokens there was a guess at, by the bits of how many in a row came as guessed
+        """How many guesses were checked, by the bit length of the number of right ones in a row
         before them. Old ones count less."""
         self._right = [0.0] * (_MOST_BITS + 1)
-        """How many of these came as guessed."""
+        """How many of these were right."""
         self._first = 0
         self._guesses: list[int] = []
         self._found = 0
@@ -60,21 +60,21 @@ class Guesser(ABC):
         return bool(self._guesses)
 
     def offer(self, num_tokens: int, drafts: list[int]) -> None:
-        """Take what was drafted behind so many tokens. Only a guesser that `takes_drafts` is
-        offered some."""
+        """Take the tokens that were drafted behind the first `num_tokens`. Only for a guesser that
+        `takes_drafts`."""
         raise NotImplementedError
 
     @abstractmethod
     def chances(self, tokens: Sequence[int], pending: int) -> list[float]:
-        """For each guess behind `tokens` and `pending` more that only the device knows, the chance
-        that it is right and all before it are; empty if there is nothing to guess."""
+        """For each possible guess behind `tokens` and `pending` more that only the device knows:
+        the chance that it and all before it are right. Empty if there is nothing to guess."""
 
     @abstractmethod
     def guess(self, tokens: Sequence[int], pending: int, num: int) -> list[int]:
-        """So many tokens, or fewer, of those whose `chances` were asked for."""
+        """The first `num` guessed tokens, or fewer. `chances` was called for the same tokens."""
 
     def _outlook(self, in_a_row: int, num: int) -> list[float]:
-        """The chances of `num` tokens, behind so many that came as guessed."""
+        """The `chances` of up to `num` tokens, behind `in_a_row` right ones."""
         by_bits, chance = [], self.first_chance
         for seen, right in zip(self._seen, self._right, strict=True):
             chance = (right + DOUBT * chance) / (seen + DOUBT)
@@ -89,13 +89,14 @@ class Guesser(ABC):
         return found
 
     def _note(self, in_a_row: int, is_right: bool) -> None:
-        """A token came as guessed or not, behind so many that did."""
+        """Count a token that came as guessed or not, behind `in_a_row` that did."""
         bits = min(in_a_row.bit_length(), _MOST_BITS)
         self._seen[bits] = _KEPT * self._seen[bits] + 1
         self._right[bits] = _KEPT * self._right[bits] + is_right
 
     def fits(self, start: int, tokens: Sequence[int]) -> bool:
-        """Whether a row with the token at `start` counts, now that these are known."""
+        """Whether the row of position `start` counts, now that `tokens` are known: whether its
+        token, if guessed, was right, and all guesses before it were."""
         i = start - self._first
         if i < 0 or not self._guesses:
             return True
@@ -105,16 +106,15 @@ class Guesser(ABC):
         return True
 
     def settle(self) -> tuple[int, int]:
-        """The step with the guesses is over. Returns how many there were, and how many were
-        right."""
+        """End the step with the guesses. Returns how many there were, and how many were right."""
         num, found = len(self._guesses), self._found
         self._guesses = []
         return num, found
 
 
 class TextGuesser(Guesser):
-    """Guesses by what the text says earlier. Each token of the output is compared with the guess at
-    it, whether or not that was in a step."""
+    """Guesses from earlier text. Each token of the output is compared with the guess for it,
+    whether or not a step computed that guess."""
 
     first_chance = 0.4
 
@@ -124,10 +124,10 @@ class TextGuesser(Guesser):
         super().__init__()
         self._num_prompt = num_prompt
         self._after: dict[tuple[int, ...], int] = {}
-        """By three tokens that follow each other, the position after their last occurrence."""
+        """By WIDTH successive tokens: the position after their last occurrence."""
         self._indexed = WIDTH
         self._in_a_row = 0
-        """How many of the last output tokens came as the text before them said."""
+        """How many of the last output tokens came in a row as earlier text said."""
 
     def chances(self, tokens: Sequence[int], pending: int) -> list[float]:
         self._watch(tokens)
@@ -143,7 +143,7 @@ class TextGuesser(Guesser):
         return following
 
     def _watch(self, tokens: Sequence[int]) -> None:
-        """Remember what came after what, and count the output that came as the text said."""
+        """Index the new tokens, and count which of the output came as earlier text said."""
         for end in range(self._indexed, len(tokens)):
             key = tuple(tokens[end - WIDTH : end])
             before = self._after.get(key)

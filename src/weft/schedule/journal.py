@@ -1,4 +1,4 @@
-"""What happens to the prefix index, in order, for those outside who want to know which prefixes are
+"""Records the changes of the prefix index, in order, for others who need to know which prefixes are
 cached here. Pure Python."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ class BlocksStored:
 
     keys: list[bytes]
     parent: bytes | None
-    """The key of the block ahead of the first one; None: it begins its sequences."""
+    """The key of the block before the first one; None: the first one begins its sequences."""
     token_ids: list[int]
-    """Those of all the blocks."""
+    """The tokens of all the blocks."""
     adapter: str | None
-    """What the request called the adapter that computed them; None: they are the base's."""
+    """The request's name for the adapter that computed them; None: the base did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ CacheEvent = BlocksStored | BlocksRemoved
 
 
 class Journal:
-    """The events since they were taken last. Successive blocks of one sequence are one event."""
+    """The events since the last `take`. Successive blocks of one sequence are one event."""
 
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []

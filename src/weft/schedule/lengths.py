@@ -1,18 +1,18 @@
-"""Decides how many tokens are guessed of each request in a step, by what guesses take and bring.
+"""Decides how many tokens are guessed for each request in a step, by what guesses cost and win.
 
-Each guess is a row of the step, and everybody in the batch waits for it. On a GPU eight rows take
+Each guess is a row of the step, and all requests in the batch wait for it. On a GPU eight rows take
 hardly longer than one, and on a CPU they may take eight times as long. So the time of steps is
-measured while they run, and guesses are made where they shorten what a token takes on average over
+measured while they run, and guesses are made where they shorten the time per token, on average over
 the requests:
 
     seconds of the step, K guesses in all  x  mean of 1 / (1 + guesses that are right)
 
-What makes this mean smaller also raises the tokens per second of all requests together, and where
-guesses help only a few of them, it weighs what the others wait.
+A smaller mean also means more tokens per second for all requests together; and if guesses help
+only a few of them, it takes into account that the others wait.
 
-Expectations may be wrong. So there is a *budget* of time, counted in steps without guesses, from
-which goes what guesses have cost beyond what they brought. It grows by a hundredth of a step with
-each step; while it is used up, nothing is guessed.
+Expectations may be wrong. So there is a *budget* of time, counted in steps without guesses. The
+time that guesses cost beyond what they won is taken from it. It grows by a hundredth of a step with
+each step; while it is negative, nothing is guessed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ MEMORY = 32
 """After how many steps a measurement has lost most of its weight."""
 KEPT = 1.0 - 1.0 / MEMORY
 STALE = 4 * MEMORY
-"""After how many steps without one, a step without guesses is made and measured."""
+"""After how many steps since the last measured step without guesses the next one is forced."""
 FEW = 4
-"""So many times are too few for a mean, as the first ones may be of a device that is not warm yet:
-the shortest is taken."""
+"""Of up to this many times, the shortest is taken instead of the mean, as the first ones may be of
+a device that is not warm yet."""
 NEAR = 50.0
-"""How much less a step counts for what one of very different size takes."""
+"""By how much less a measured step counts in estimates for a very different batch size."""
 ASSUMED_START, ASSUMED_GUESS = 0.05, 0.01
-"""What guesses, and each of them, add to a step until it was measured, in steps without them. It is
-little, as too much would never be tried and corrected."""
+"""What guesses add to a step, together and each, until that was measured; in times of a step
+without guesses. Both are small: too high a cost would never be tried and corrected."""
 ASSUMED_AT = 1, 8
-"""The numbers of guesses for which this counts as one measurement, together."""
+"""The assumption counts as one measurement, half of it at each of these numbers of guesses."""
 WORTH = 0.97
 """Guesses must be expected to take no more than this part of the time without them."""
 ALLOWED = 0.01
@@ -47,37 +47,35 @@ ALLOWED = 0.01
 FIRST_BUDGET, MOST_BUDGET = 1.0, 4.0
 """The budget at first, and the most that is saved up, in steps."""
 LONGEST = 3.0
-"""A step that took more times as long as expected is counted as this: the machine had other work.
-Likewise one that took a smaller part: it ended while the host was held up."""
+"""Times are limited to this many times the expected one, as the machine may have had other work,
+and to this fraction of it, as the step may have ended while the host was held up."""
 
 
 class StepTimes:
-    """Owner of what is known of how long steps of decodes take. What is old counts less, whatever
-    was measured since."""
+    """Owner of the measured times of decode steps. Older ones count less."""
 
     def __init__(self) -> None:
         self.now = 0
-        """Steps that were measured."""
+        """The number of measured steps, which serves as a clock."""
         self._plain_at, self._num_plain = -STALE, 0
-        """When a step without guesses was measured last, once a few were, and how many were."""
+        """When a step without guesses was last measured, after the first few; and their number."""
         self._plain: dict[int, tuple[int, float, float]] = {}
-        """For numbers of requests, of steps without guesses: when one was measured last, the sum of
+        """Of steps without guesses, by number of requests: when one was last measured, the sum of
         their weights, and their mean in seconds."""
         self._added = (0.0, 0.0, 0.0, 0.0, 0.0)
-        """Of steps with guesses, weighted sums: of 1, of the number of guesses, of what they add in
-        seconds, of the number squared, and of the number times what they add."""
+        """Weighted sums over steps with x guesses that added y seconds: of 1, x, y, x² and x y."""
         self._added_at = 0
         self._largest = 0.0
         """The largest number of guesses lately."""
 
     @property
     def stale(self) -> bool:
-        """Whether it was long ago that a step without guesses was measured. Where no steps are
-        measured at all, it never is."""
+        """Whether the last measured step without guesses was long ago; never if no steps are
+        measured at all."""
         return self.now - self._plain_at > STALE
 
     def plain(self, num_seqs: int) -> float:
-        """Seconds of a step without guesses; 0 if none was measured."""
+        """The expected seconds of a step of `num_seqs` without guesses; 0 if none was measured."""
         weight = total = 0.0
         for size, (at, sum_of_weights, mean) in self._plain.items():
             share = 1.0 + NEAR * abs(size - num_seqs) / max(size, num_seqs)
@@ -87,8 +85,8 @@ class StepTimes:
         return total / weight if weight else 0.0
 
     def added(self, plain_s: float) -> tuple[float, float]:
-        """What guesses add to a step that takes `plain_s` without them: seconds for all of them,
-        and for each. Least squares, and what was assumed counts as one measurement."""
+        """What guesses add to a step that takes `plain_s` without them: seconds for having any, and
+        seconds for each. By least squares, where the assumption counts as one measurement."""
         kept = KEPT ** (self.now - self._added_at)
         num, x, y, xx, xy = (kept * each for each in self._added)
         for at in ASSUMED_AT:
@@ -100,7 +98,7 @@ class StepTimes:
 
     def reach(self, num_seqs: int) -> int:
         """The most guesses that a step may have: twice as many as steps had lately, or one for each
-        request. What many more would take is not known."""
+        request if that is more. The cost of many more is unknown."""
         if not self.now:
             return num_seqs * MAX_GUESSES
         kept = 0.5 ** ((self.now - self._added_at) / STALE)
@@ -125,14 +123,14 @@ class StepTimes:
 
 
 class _GuessedStep(NamedTuple):
-    """A step with guesses of which it is not known yet what they won."""
+    """A step with guesses whose tokens are not counted yet."""
 
     num_seqs: int
     num_guesses: int
     added_s: float
-    """What the guesses have added so far."""
+    """The seconds that the guesses have added so far."""
     num_before: int
-    """How many tokens had been generated ahead of it."""
+    """How many tokens had been generated before it."""
 
 
 class GuessLengths:
@@ -145,9 +143,8 @@ class GuessLengths:
         self._open: _GuessedStep | None = None
 
     def choose(self, most_rows: int) -> dict[int, int]:
-        """How many tokens to guess of the running requests in the next step, by their rows in the
-        batch. The step has at most `most_rows` rows. While requests wait for some, nobody is
-        guessed at."""
+        """How many tokens to guess in the next step for the running requests, by their rows in the
+        batch. The step has at most `most_rows` rows. None while requests wait for rows."""
         if not self._batch.num_guessed_at:
             return {}
         running = self._batch.running
@@ -165,8 +162,8 @@ class GuessLengths:
         return self.best(chances, len(running), room) if chances else {}
 
     def best(self, chances: Mapping[int, list[float]], num_seqs: int, room: int) -> dict[int, int]:
-        """How many tokens to guess of each request, in a step of `num_seqs` with room for so many
-        rows more. `chances`: for each guess, that it is right and all before it are."""
+        """How many tokens to guess for each request, by row, in a step of `num_seqs` requests and
+        up to `room` guesses. `chances`: see `Guesser.chances`."""
         plain_s = self._times.plain(num_seqs) or 1.0
         start_s, each_s = self._times.added(plain_s)
         inverses, least, best_num = float(num_seqs), WORTH * plain_s * num_seqs, 0
@@ -180,8 +177,8 @@ class GuessLengths:
         return Counter(row for _, row in wins[:best_num])
 
     def measure(self, plan: StepPlan, seconds: float) -> None:
-        """A step has ended, which took so long, from the end of the one before, and of which the
-        tokens are not taken yet."""
+        """Measure a step that has just ended, `seconds` after the one before; its tokens are not
+        committed yet."""
         self._times.now += 1
         num_seqs = len(plan.rows) - plan.num_guesses
         before, self._open = self._open, None
@@ -201,7 +198,7 @@ class GuessLengths:
             self._open = _GuessedStep(num_seqs, plan.num_guesses, added_s, num_before)
 
     def _settle(self, step: _GuessedStep, more_s: float) -> None:
-        """It is known what a step's guesses have won, and that they have added so much more."""
+        """Count what the guesses of a step have won, and what they added, `more_s` included."""
         added_s = step.added_s + more_s
         num_won = self._batch.totals.generated_tokens - step.num_before - step.num_seqs
         lost = added_s / self._times.plain(step.num_seqs) - num_won / step.num_seqs
@@ -217,8 +214,8 @@ def _near(seconds: float, expected_s: float) -> float:
 
 
 def _wins(chances: Mapping[int, list[float]]) -> list[tuple[float, int]]:
-    """By how much each guess shortens what a token of its request takes, and the request's row.
-    Each further guess at a request wins less than the one before it."""
+    """By how much each guess shortens the time of a token of its request, as a part of a step, and
+    the request's row. Each further guess for a request wins less than the one before."""
     wins = []
     for row, of_request in chances.items():
         tokens = 1.0

@@ -17,11 +17,11 @@ class SchedulerLimits(NamedTuple):
     max_model_len: int
     max_loras: int
     max_adapter_wait: float
-    """The time for which a request waits for its adapter at most, in the unit of `plan`'s now."""
+    """The most time for which requests wait for an adapter, in the unit of `plan`'s now."""
     vocab_size: int
     eos_token_ids: frozenset[int]
     speculative: str = "off"
-    """How the next tokens of requests are guessed that say nothing of it: off, ngram or mtp."""
+    """How tokens are guessed for requests that don't say how: off, ngram or mtp."""
     max_chunk_delay: float | None = None
     """Seconds by which chunks of prompts may delay the decodes of a step; None: any."""
 
@@ -39,8 +39,8 @@ class SchedulerLimits(NamedTuple):
         return eos.union(params.stop_token_ids)
 
     def longest(self, request: EngineRequest) -> int:
-        """The number of tokens, prompt included, at which the request ends. One that is pooled
-        samples a token, with which its prompt is known to be done."""
+        """The number of tokens, prompt included, at which the request ends. A pooled request
+        samples one token, which shows that its prompt is done."""
         if request.pooling is not None:
             return len(request.prompt_ids) + 1
         if request.params.max_tokens is None:
@@ -49,9 +49,9 @@ class SchedulerLimits(NamedTuple):
 
 
 def check_request(request: EngineRequest, limits: SchedulerLimits, vocab_size: int) -> TokenArray:
-    """Return the tokens of the prompt and the output, or raise InvalidRequest or
-    ContextLengthExceeded for a request that can't be served, whatever else is under way.
-    `vocab_size` is that of the request's adapter, or the base's."""
+    """The tokens of the prompt, then of the output that the request came with. Raises
+    InvalidRequest or ContextLengthExceeded for a request that can never be served. `vocab_size`:
+    of the request's adapter, or of the base."""
     if not request.prompt_ids:
         raise InvalidRequest("the prompt is empty", "prompt")
     tokens = _checked(request.prompt_ids, vocab_size, "the prompt", "prompt")
@@ -73,7 +73,7 @@ def check_request(request: EngineRequest, limits: SchedulerLimits, vocab_size: i
 
 
 def _checked(ids: list[int], vocab_size: int, what: str, param: str) -> TokenArray:
-    """The ids, of which there are some. Raises InvalidRequest unless all are in the vocabulary."""
+    """The ids, at least one, as an array. Raises InvalidRequest if one is not in the vocabulary."""
     try:
         tokens = array("Q", ids)
     except OverflowError:  # one is negative, or has more bits

@@ -20,15 +20,15 @@ def words_of(token_ids: Iterable[int] | slice, vocab_size: int) -> Words:
 
 
 class BadSequences:
-    """A Matcher that lets the output (the prompt doesn't count) contain none of some sequences of
-    two tokens or more: where it ends with all of one but its last token, that token is forbidden.
+    """A Matcher that keeps forbidden sequences of two or more tokens out of the output: when the
+    output, without the prompt, ends with all of one but its last token, that token is forbidden.
     """
 
     def __init__(
         self, sequences: Sequence[tuple[int, ...]], output_ids: Iterable[int] = ()
     ) -> None:
         self._by_last: dict[int, list[tuple[list[int], int]]] = {}
-        """By the last token of a beginning: such beginnings, and what must not follow."""
+        """By the last token of a beginning: (beginning, token that must not follow)."""
         for *beginning, end in sequences:
             self._by_last.setdefault(beginning[-1], []).append((beginning, end))
         longest = max(len(sequence) for sequence in sequences)
@@ -46,11 +46,11 @@ class BadSequences:
 
 
 class TokenMask:
-    """What one request may choose.
+    """The tokens that one request may choose next.
 
-    Its layers, the strongest first: its grammar, `allowed_token_ids`, bad words of one token, EOS
-    and stop tokens before `min_tokens`, bad words of several tokens. A layer that would leave
-    nothing to choose is passed over.
+    They are narrowed by several layers, the strongest first: the grammar, `allowed_token_ids`, bad
+    words of one token, EOS and stop tokens before `min_tokens`, bad words of several tokens. A
+    layer that would leave nothing to choose is skipped.
     """
 
     def __init__(self, admitted: Admitted, vocab_size: int) -> None:
@@ -64,7 +64,7 @@ class TokenMask:
         if admitted.bad_tokens:
             self._fixed.append(~words_of(admitted.bad_tokens, vocab_size))
         self._early = [*self._fixed, ~words_of(admitted.endings, vocab_size)]
-        """Layers before `_early_until`; `_fixed` are those from there on."""
+        """The layers at positions before `_early_until`; from there on, those in `_fixed` hold."""
         self._early_until = admitted.num_prompt + params.min_tokens
         self._all_early = _narrowed(self._all, self._early)
         self._all_fixed = _narrowed(self._all, self._fixed)
@@ -75,12 +75,13 @@ class TokenMask:
 
     @property
     def until(self) -> int:
-        """Position from which on any token may be chosen."""
+        """The position from which on any token may be chosen."""
         always = self._fixed or self._grammar or self._bad_sequences
         return FOREVER if always else self._early_until
 
     def fill(self, words: Words, position: int) -> None:
-        """Set the bits of what may be chosen there. The matchers know all tokens before."""
+        """Write the mask of the tokens that may be chosen at `position` into `words`. The matchers
+        must have accepted all tokens before."""
         early = position < self._early_until
         if self._grammar is None:
             left = self._all_early if early else self._all_fixed

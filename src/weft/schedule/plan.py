@@ -15,19 +15,19 @@ from weft.schedule.slots import Load
 
 Vector = NDArray[np.float32]
 Words = NDArray[np.int32]
-"""Tokens that may be chosen, one bit each: bit t % 32 of word t // 32 is token t's."""
+"""A mask of the tokens that may be chosen: bit t % 32 of word t // 32 is set for token t."""
 
 
 class Matcher(Protocol):
-    """Which tokens the output of one request allows next. It is told every token of the output,
-    so its request's next step is planned only when all tokens are known."""
+    """Says which tokens may come next in one request's output. It has to be told every token of the
+    output, so the request's next step is planned only when all its tokens are known."""
 
     def accept(self, token_id: int) -> None:
-        """A token was chosen that is not the last one. Raises WeftError if the output can't go on:
-        its request ends with that error."""
+        """Take a chosen token that does not end the output. Raises WeftError if the output can't go
+        on after it: the request ends with that error."""
 
     def fill(self, words: Words) -> None:
-        """Clear the bits of the tokens that may not come next. On entry those of all tokens of
+        """Clear the bits of the tokens that may not come next. On entry, the bits of all tokens of
         the request's vocabulary are set."""
 
 
@@ -44,15 +44,15 @@ class Admitted(NamedTuple):
     params: SamplingParams
     seed: int
     endings: frozenset[int] = frozenset()
-    """EOS and stop tokens: not to be chosen before `params.min_tokens`."""
+    """EOS and stop tokens, which can't be chosen before `params.min_tokens`."""
     bad_tokens: tuple[int, ...] = ()
-    """Never to be chosen."""
+    """Tokens that can never be chosen."""
     bad_sequences: Matcher | None = None
     grammar: Matcher | None = None
     num_prompt_logprobs: int = -1
     """Alternatives to report at each position of the prompt; -1: nothing is to be reported."""
     adapter_wait_s: float = 0.0
-    """How long it was passed over because its adapter was not to be had."""
+    """How long it was passed over because its adapter was not available."""
     active_from: int = 0
     vocab_size: int = 0
     """The vocabulary of its adapter; 0: it is the base's."""
@@ -61,20 +61,21 @@ class Admitted(NamedTuple):
     restored: int = -1
     """The snapshot that is copied to its state before the step; -1: none is."""
     pooling: Pooling | None = None
-    """Whose hidden states are summed up for it."""
+    """Which of the prompt's hidden states are summed for it; None: none, it generates tokens."""
     blocks: Sequence[int] = ()
-    """All that it holds."""
+    """All KV blocks that it holds, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. The lists run in parallel, one entry per sequence in the step: two, if its adapter
-    becomes active in this step, the base's part first, and more where tokens are guessed."""
+    """What one step computes. `rows`, `starts`, `counts` and `num_samples` have one entry for each
+    sequence in the step, or several: one more where its adapter becomes active or a snapshot is
+    taken, and one for each guess."""
 
     step: int
     rows: list[int]
     starts: list[int]
-    """Position of the first token to compute."""
+    """The position of the first token to compute."""
     counts: list[int]
     num_samples: list[int]
     """How many of the last computed positions yield a token each: 0 or 1, or more where the tokens
@@ -82,20 +83,20 @@ class StepPlan:
     num_tokens: int
     admitted: list[Admitted]
     new_blocks: list[tuple[int, int, int]]
-    """(row, index in the row's block table, block) of those that go on."""
+    """(row, index in the row's block table, block): new blocks of requests that were running."""
     loads: list[Load]
     """Adapter loads to start; they do not hold up this step."""
     snapshots: list[tuple[int, int]]
-    """(recurrent state, its snapshot): as it is behind the first of the sequence's entries."""
+    """(recurrent state, its snapshot): the state after the first of the sequence's entries."""
     fed: list[tuple[int, int, int]] = field(default_factory=list)
-    """(row, position, token) of decodes whose token the device does not know, or not yet: it is a
-    guess, or came in a step with guesses. A row with guesses has an entry for each."""
+    """(row, position, token) of decodes whose token the device does not have as the row's last one:
+    it is a guess, or came from a step with guesses. A row with guesses has an entry for each."""
     lags: list[tuple[int, int]] = field(default_factory=list)
-    """(recurrent state, tokens) of decodes whose state lacks so many tokens before them, which were
-    guessed right. The device has kept what it needs of them."""
+    """(recurrent state, number of tokens) of decodes whose state lacks the last tokens before them,
+    which were guessed right. The device has kept what it needs to add them."""
     drafted: list[tuple[int, int]] = field(default_factory=list)
-    """(entry, places) of decodes behind whose tokens, once it is known which of them count, the
-    model's head for several tokens is to draft more. The row's blocks have so many places."""
+    """(entry, room) of decodes after which the model's multi-token prediction head drafts, behind
+    the last valid token. `room`: the tokens for which the row's blocks have room."""
     num_guesses: int = 0
     """How many of the entries are guesses."""
 
@@ -105,26 +106,26 @@ class StepPlan:
 
     @property
     def awaited(self) -> bool:
-        """Whether the next plan needs its tokens, as some are guesses, or will be."""
+        """Whether the next plan needs this step's tokens, as it has guesses or drafts some."""
         return bool(self.num_guesses or self.drafted)
 
     @property
     def decodes(self) -> bool:
-        """Whether it has one token of each of its sequences, and nobody begins."""
+        """Whether it computes one token for each entry and admits no request."""
         return self.num_tokens == len(self.rows) and not self.admitted
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step has yielded, in lists with an element for each entry of the plan that samples."""
+    """The results of a step. Lists have one element for each entry of the plan that samples."""
 
     tokens: list[list[int]]
     """`num_samples` tokens each."""
     logprobs: list[list[TokenLogprob] | None] | None = None
-    """One for each token; None for entries whose request did not ask, or if none did."""
+    """One for each token; None for an entry whose request didn't ask, and if no request did."""
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    """By entry of the plan: what each computed token of a prompt says of the one after it."""
+    """By entry of the plan: for each computed position of a prompt, that of the next token."""
     vectors: dict[int, Vector] = field(default_factory=dict)
-    """By entry of the plan: the sum of the hidden states that are pooled for its request."""
+    """By entry of the plan: the sum of the entry's hidden states that are pooled."""
     drafts: dict[int, list[int]] = field(default_factory=dict)
-    """By entry of the plan, of those that `StepPlan.drafted` names."""
+    """By entry of the plan: the drafted tokens, for the entries in `StepPlan.drafted`."""

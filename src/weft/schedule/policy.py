@@ -1,7 +1,7 @@
 """Eviction policies: which idle adapter goes first, on the device and on the host.
 
-A policy is a pure function of what is known about one adapter; the one with the lowest worth is
-evicted first. The owner of a tier keeps what is known. Pinned adapters are never candidates.
+A policy is a pure function that returns an adapter's worth; the adapter with the lowest worth is
+evicted first. The owner of a tier keeps the facts. Pinned adapters are never candidates.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from weft.core.errors import ConfigError
 
 LOAD_S = 1e-3
-"""What any load costs besides its own seconds: being planned, started and noticed."""
+"""What any load costs besides its measured seconds: to plan it, start it and notice its end."""
 
 
 class Candidate(NamedTuple):
-    """An adapter that may go from its tier. Times and sizes are in whatever the tier counts in."""
+    """An adapter that may be evicted from a tier. Times and sizes are in the tier's own units."""
 
     size: int
     came: float
@@ -24,17 +24,17 @@ class Candidate(NamedTuple):
     used: float
     """When the adapter was used last."""
     uses: int = 0
-    """How often it was used since it is known, evicted in between or not."""
+    """How often it was used since it became known, whether or not it was evicted in between."""
     reload_s: float = 0.0
-    """Seconds that bringing it back takes; 0: not known."""
+    """Seconds that it would take to load it again; 0: not known."""
     demand: int = 0
     """Requests in the engine that want it."""
     floor: float = 0.0
-    """`Worth.value` of the most valuable one evicted so far, when this one was used last."""
+    """The highest `Worth.value` evicted until this adapter was used last."""
 
 
 class Worth(NamedTuple):
-    """Compared in this order."""
+    """How much an adapter is worth keeping; the fields are compared in this order."""
 
     wanted: bool
     value: float
@@ -52,9 +52,9 @@ def cost(candidate: Candidate) -> Worth:
     unless it is used. That is how recency counts, without a time scale to choose. A scan's
     adapters, used once, go before those that are used again and again.
 
-    Two changes. Uses are counted on after an eviction, which gave more hits in every trace that was
-    tried, changing popularity included. And while there is one that no request in the engine
-    wants, it goes before those that will certainly be needed.
+    Two changes: counts of uses survive an eviction, which gave more hits in every trace that was
+    tried, changing popularity included. And adapters that no request in the engine wants go before
+    all others.
     """
     per_use = (candidate.reload_s + LOAD_S) / candidate.size
     uses = candidate.uses + candidate.demand

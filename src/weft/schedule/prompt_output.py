@@ -9,7 +9,7 @@ from weft.schedule.plan import Vector
 
 
 class PromptOutput:
-    """It comes chunk by chunk, as the prompt is computed, and goes out with the first event. A
+    """The results for one prompt. They come chunk by chunk, and go out with the first event. A
     preempted prompt is computed again, with the same results."""
 
     __slots__ = ("_count", "_logprobs", "_sum", "needs_all", "num_logprobs")
@@ -17,12 +17,12 @@ class PromptOutput:
     def __init__(self, request: EngineRequest) -> None:
         asked, pooling = request.params.prompt_logprobs, request.pooling
         self.num_logprobs = -1 if asked is None else asked
-        """Alternatives to report at each position; -1: nothing is to be reported."""
+        """How many alternatives to report at each position; -1: no log-probabilities at all."""
         self.needs_all = asked is not None or pooling == "mean"
         """Whether each position must be computed, cached or not."""
         self._logprobs: list[TokenLogprob] = []
         self._sum: Vector | None = None
-        """Of the hidden states so far that are pooled."""
+        """The sum of the pooled hidden states so far."""
         self._count = len(request.prompt_ids) if pooling == "mean" else 1
 
     @staticmethod
@@ -32,7 +32,7 @@ class PromptOutput:
         return PromptOutput(request) if wants_logprobs or request.pooling else None
 
     def take_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
-        """Take those that follow the computed position `start`. What is there already stays."""
+        """Take the log-probabilities of a chunk that begins at `start`; earlier results stay."""
         self._logprobs += logprobs[len(self._logprobs) - start :]
 
     def take_sum(self, start: int, chunk: Vector) -> None:
@@ -40,7 +40,7 @@ class PromptOutput:
         self._sum = chunk if self._sum is None or start == 0 else self._sum + chunk
 
     def into(self, event: TokenEvent) -> TokenEvent:
-        """The first event, with all of this. The token of a pooled request is nobody's."""
+        """The first event with these results. The token of a pooled request is dropped."""
         if self._sum is not None:
             vector = (self._sum / np.float32(self._count)).astype("<f4").tobytes()
             event = event._replace(token_ids=[], finish_reason="stop", vector=vector)

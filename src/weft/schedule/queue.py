@@ -1,12 +1,12 @@
 """The queue of waiting requests, in the order in which tenants are served. Pure, no clock.
 
-Each tenant has a counter: the tokens that it was served, over its weight. Whoever has the lowest
-counter comes first, within a tenant who came first (virtual token counters: Sheng et al.,
-"Fairness in Serving Large Language Models", 2024, arXiv 2401.00588). A tenant whose first request
-begins to wait is lifted to just below the lowest counter of those that wait already: what it did
-not use while it was away is no credit, but it comes first once. So two tenants that always have
-requests waiting are served alike, whatever the one of them sends; with one tenant alone this is
-first come, first served.
+Each tenant has a counter: the tokens that it was served, divided by its weight. The tenant with the
+lowest counter comes first, and each tenant's requests in order of arrival (virtual token counters:
+Sheng et al., "Fairness in Serving Large Language Models", 2024, arXiv 2401.00588). A tenant whose
+first request begins to wait is lifted to just below the lowest counter of those that wait already:
+it gets no credit for the time when it was away, but comes first once. So two tenants that always
+have requests waiting are served alike, whatever either sends; with one tenant alone this is first
+come, first served.
 
 Requests of one tenant for one adapter are a *lane*, as they can be passed over together:
 
@@ -15,9 +15,9 @@ Requests of one tenant for one adapter are a *lane*, as they can be passed over 
       ├─ lane (acme, base)     r4
       └─ lane (globex, legal)  r1 r2 r5 r6
 
-Entries of the heap may say less than the truth, never more: counters grow only, and so does the
-arrival of a lane's first request, but where a request is put back, which makes a new entry. An
-entry is set right when it comes to the top. So a request is added, found and removed in O(log n).
+An entry of the heap may be too low, but never too high: counters only grow, and so does the arrival
+of a lane's first request, except when a request is put back, which makes a new entry. An entry is
+corrected when it comes to the top. So a request is added, found and removed in O(log n).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from typing import Generic, Protocol, TypeVar
 from weft.core.tenants import Tenant
 
 HEAD_START = 1.0
-"""How much below the lowest counter a tenant is lifted that comes to wait. So the first of its
-requests is served at once, and not only when another tenant has had more."""
+"""How far below the lowest counter a tenant is lifted when its first request waits. So this request
+is served next, and not only when another tenant has had more."""
 MAX_IDLE = 1000
-"""Tenants without requests that are remembered for the service they have had."""
+"""The most tenants without requests whose counters are kept."""
 
 
 class Account:
-    """What a tenant has, and has had."""
+    """A tenant's open requests, and the service that it has had."""
 
     __slots__ = ("counter", "max_seats", "name", "num_open", "num_waiting", "weight")
 
@@ -47,7 +47,7 @@ class Account:
         self.max_seats: int | None = None
         """How many of its requests may run at a time; None: any number."""
         self.counter = 0.0
-        """Service over weight; only its distance to the others' means something."""
+        """Service divided by weight; only the differences between tenants have a meaning."""
         self.num_open = 0
         """Requests that wait or run."""
         self.num_waiting = 0
@@ -91,12 +91,12 @@ class _Lane(Generic[T]):
         self.orders: list[int] = []
         self.items: dict[int, T] = {}
         self.at = 0
-        """How many of its requests the walk under way has passed over."""
+        """How many of its first requests the current walk has passed over."""
         self.entered = -1
-        """The order that its entry in the heap has; entries with another one are void."""
+        """The order in its valid entry of the heap; entries with another order are void."""
 
     def __lt__(self, other: _Lane[T]) -> bool:
-        """The heap asks only where an emptied lane equals another: any order will do."""
+        """The heap compares lanes only if one is empty and void, so any order will do."""
         return False
 
 
@@ -104,7 +104,7 @@ class FairQueue(Generic[T]):
     """Requests that wait. `check()` states the invariants."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        """`weights`: how much more than 1, or less, some tenants are to get; the others have 1."""
+        """`weights`: those of some tenants; all others have 1."""
         self._weights = dict(weights or {})
         self._tenants: dict[str, Tenant] = {}
         self._accounts: dict[str, Account] = {}
@@ -113,14 +113,14 @@ class FairQueue(Generic[T]):
         self._heap: list[tuple[float, int, _Lane[T]]] = []
         self._size = 0
         self._last: Account | None = None
-        """Whose request left the queue when it became empty."""
+        """The tenant whose request was the last to leave the queue when it became empty."""
         self.num_waiting_tenants = 0
 
     # -- tenants -------------------------------------------------------------------------------
 
     def set_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """Let these tenants share by their weights and within their caps. All others are one, but
-        for those that have requests now. Without any tenants, each name is a tenant."""
+        """Let these tenants share by their weights and within their caps. All other names are one
+        tenant, except that open requests keep theirs. Without any tenants, each name is one."""
         self._tenants = {tenant.name: tenant for tenant in tenants}
         for account in self._accounts.values():
             self._set_up(account)
@@ -161,7 +161,7 @@ class FairQueue(Generic[T]):
         return account
 
     def close(self, account: Account) -> None:
-        """Count one request fewer, which does not wait any more."""
+        """Count one request fewer. It must have left the queue."""
         account.num_open -= 1
         if not account.num_open:
             self._num_idle += 1
@@ -169,8 +169,8 @@ class FairQueue(Generic[T]):
                 self._forget_idle()
 
     def _forget_idle(self) -> None:
-        """Keep the half of the idle tenants that has had most. One that is forgotten comes back
-        at the counter to which it would be lifted, unless it has had more than that."""
+        """Forget the half of the idle tenants with the lowest counters. One that comes back would
+        most often be lifted beyond its old counter anyway."""
         idle = [account for account in self._accounts.values() if not account.num_open]
         idle.sort(key=lambda account: account.counter)
         for account in idle[: len(idle) - MAX_IDLE // 2]:
@@ -178,8 +178,8 @@ class FairQueue(Generic[T]):
         self._num_idle = MAX_IDLE // 2
 
     def _floor(self, comer: Account) -> float:
-        """The counter to which a tenant is lifted that comes to wait. Where nobody waits and
-        seats are shared, it is that of the one from whom it may get some."""
+        """The counter to which `comer` is lifted when it begins to wait. If nobody waits and seats
+        are shared, it is the counter of the tenant from which it may get some."""
         lane = self._first()
         if lane is not None:
             return lane.account.counter
@@ -256,7 +256,7 @@ class FairQueue(Generic[T]):
         heapify(self._heap)
 
     def _first(self) -> _Lane[T] | None:
-        """The lane whose turn it is, of those that the walk under way has not done with."""
+        """The lane whose turn it is, among those that the current walk has not finished."""
         heap = self._heap
         while heap:
             counter, order, lane = heap[0]
@@ -292,14 +292,14 @@ class FairQueue(Generic[T]):
 
 
 class Walk(Generic[T]):
-    """A pass over a queue, which each time goes on to the request whose turn it is by then.
+    """A pass over a queue. Each time it goes on to the request whose turn it is by then.
 
-    A request is passed over unless it is taken; all of them are back in their places afterwards:
+    A request is passed over unless it is taken. After the walk, those passed over are still queued:
 
         with queue.walk() as walk:
             for item in walk:
                 walk.take()    # it leaves the queue
-                walk.skip()    # or: neither it nor the others of its lane
+                walk.skip()    # or: pass over it and the rest of its lane
     """
 
     def __init__(self, queue: FairQueue[T]) -> None:
@@ -326,7 +326,7 @@ class Walk(Generic[T]):
         return run[0]
 
     def run(self, most: int) -> list[T]:
-        """The next requests, at most so many, as far as they are of one lane; none at the end."""
+        """The next requests, up to `most` of one lane, before another's turn; [] at the end."""
         lane = self._lane = self._queue._first()
         if lane is None:
             return []
@@ -341,12 +341,12 @@ class Walk(Generic[T]):
         return [lane.items[order] for order in lane.orders[begin:end]]
 
     def take(self) -> None:
-        """The newest item leaves the queue."""
+        """Take the item that was returned last out of the queue."""
         assert self._lane is not None
         self._lane.at -= 1
         self._queue._take(self._lane, self._lane.at)
 
     def skip(self) -> None:
-        """Pass over what is left of the newest item's lane."""
+        """Pass over the rest of the lane of the item that was returned last."""
         assert self._lane is not None
         self._lane.at = len(self._lane.orders)

@@ -4,19 +4,19 @@
     events = scheduler.commit(plan, result)
 
 Plans may run ahead of commits by one step or more: a request's newest tokens are then *pending*,
-known to the device only. A step goes to, in this order:
+known to the device only. The tokens of a step are given, in this order, to:
 
 1. decodes of running requests, oldest request first; if blocks run out, the youngest parked
    request loses its own, or else the youngest running one, which waits again, to be recomputed;
 2. the rest of running prompts, in chunks, oldest first;
-3. waiting requests, in the order of `weft.schedule.queue`: the tenant first that was served least,
-   then who came first. One needs a row, what it holds of the cache, its adapter on the device, and
-   its grammar. A request whose adapter is not there (`weft.schedule.turns` says when it is), or
-   whose grammar is still being compiled, is passed over, never dropped, and holds up nobody.
+3. waiting requests, in the order of `weft.schedule.queue`: first the tenant that was served least,
+   then by arrival. A request needs a row, KV blocks, its adapter on the device, and its grammar. If
+   its adapter is absent (`weft.schedule.turns` says when it is there), or its grammar is still
+   being compiled, the request is passed over, never dropped, and holds up nobody.
 
-An *activated* adapter is active from some position of the prompt on. Before it the request is the
-base's, as to slots and to the prefix cache; a chunk ends there, and another one of the same step
-may go on. The adapter is leased from the admission on.
+An *activated* adapter is active from some position of the prompt on. Before that position, the
+request has no slot and uses the base's prefix cache. A chunk ends there, and another chunk may
+follow in the same step. The adapter is leased from the admission on.
 
 A *paced* request has a Matcher, which must be told each token before it can say what may come
 next: its next decode is planned only when none of its tokens is pending.
@@ -56,7 +56,7 @@ from weft.schedule.turns import Turns
 T = TypeVar("T")
 
 PREFETCH = 32
-"""Waiting requests beyond the admitted ones whose adapters are loaded ahead."""
+"""How many waiting requests, behind the admitted ones, have their adapters loaded ahead."""
 
 
 class Scheduler:
@@ -79,7 +79,7 @@ class Scheduler:
         self._shares = Shares()
         cap_s = limits.max_chunk_delay
         self.pace = None if cap_s is None else ChunkPace(cap_s, cache.block_size)
-        """How large chunks of prompts may be beside decodes; None: as large as there is room."""
+        """Limits chunks of prompts beside decodes; None: no limit but the step's."""
         self.lengths = GuessLengths(self.batch)
         self._planned: dict[int, list[Sequence]] = {}
         """The sequences of the steps in flight, one for each entry of the plan."""
@@ -90,10 +90,10 @@ class Scheduler:
     def add(
         self, request: EngineRequest, active_from: int | None = 0, vocab_size: int = 0
     ) -> TokenEvent | None:
-        """Queue a request. One that can't be served is answered at once by its error event.
+        """Queue a request. Returns None, or its error event if it can't be served.
 
-        active_from: the position of the prompt from which on its adapter is active; None: it is
-        nowhere, and the request is one of the base's. vocab_size: its adapter's; 0: the base's.
+        active_from: the position of the prompt from which on its adapter is active; None: nowhere,
+        so the base serves the request. vocab_size: its adapter's; 0: the base's.
         """
         try:
             tokens = self._validate(request, vocab_size or self._limits.vocab_size)
@@ -139,7 +139,8 @@ class Scheduler:
         return tokens
 
     def grammar_ended(self, request_id: str, grammar: Matcher | WeftError) -> TokenEvent | None:
-        """A waiting request's grammar is compiled, or can't be, which ends it, if it is here."""
+        """Take the compiled grammar of a waiting request, if that is still here. Returns the last
+        event of a request that an error ends."""
         seq = self._by_id.get(request_id)
         if seq is not None and seq.rules.compiling:
             try:
@@ -244,7 +245,8 @@ class Scheduler:
         return events
 
     def fail(self, plans: list[StepPlan], error: WeftError) -> list[TokenEvent]:
-        """End who made the first of these steps fail, once that is known; all others wait again."""
+        """Take back failed steps: their requests wait again. A request that is known to have made
+        the first step fail ends, and its event is returned."""
         failed, *_ = [self.batch.roll_back(self._planned.pop(p.step), p) for p in plans]
         blamed = self.trials.failed([seq.request_id for seq in failed if not seq.done])
         return [self._finish(self._by_id[blamed], "error", error=error)] if blamed else []
@@ -252,8 +254,8 @@ class Scheduler:
     def _take(
         self, seq: Sequence, new: list[int], logprobs: list[TokenLogprob] | None
     ) -> list[TokenEvent]:
-        """Take tokens of which one may end the request, or of which its matchers must be told, or
-        that come with the log-probabilities of the prompt. What follows an end is dropped."""
+        """Take a request's new tokens, where `commit`'s fast path doesn't do: one may end it, its
+        matchers must be told, or the prompt's results are due. What follows an end is dropped."""
         rules, tokens = seq.rules, seq.tokens
         error: WeftError | None = None
         ended, count = False, 0
@@ -283,8 +285,8 @@ class Scheduler:
         return events
 
     def _plan_decodes(self, draft: Draft, resting: frozenset[Account] = frozenset()) -> None:
-        """Plan a token of each running request that lacks just one, without those of the tenants
-        that are `resting`. Those that lack more go to `chunks`.
+        """Plan one token for each running request that lacks just one, except the requests of
+        tenants that are `resting`. Requests that lack more go to `draft.chunks`.
 
         This is the loop that runs for every request in every step, so it is written flat.
         """
@@ -314,8 +316,8 @@ class Scheduler:
         draft.num_left -= num_planned
 
     def _plan_chunks(self, draft: Draft, contended: bool) -> None:
-        """Plan what running prompts lack, the oldest first; where tenants contend, the prompts
-        first of the one that was served least."""
+        """Plan chunks of running prompts, the oldest first; if tenants compete, first those of the
+        tenant that was served least."""
         kept = 0
         if contended and draft.chunks:
             self.batch.charge_running(draft.step)
@@ -350,8 +352,8 @@ class Scheduler:
             self._look_ahead(walk, contended)
 
     def _look_ahead(self, walk: Walk[Sequence], contended: bool) -> None:
-        """Have adapters loaded for the requests that are next, and note which of these lack nothing
-        but room, if tenants contend for it."""
+        """Have adapters loaded for the next waiting requests. If tenants compete for room, note
+        which of these requests lack nothing else."""
         left = PREFETCH
         while left and (run := walk.run(left)):
             left -= len(run)
@@ -369,7 +371,7 @@ class Scheduler:
         stop_reason: int | None = None,
         error: WeftError | None = None,
     ) -> TokenEvent:
-        """The one terminal event of a request; everything it holds is given back."""
+        """End a request and give back everything it holds. Returns its one terminal event."""
         seq.done = True
         del self._by_id[seq.request_id]
         self.totals.finished[reason] += 1
@@ -410,13 +412,13 @@ class Scheduler:
 
 
 def _by_entry(plan: StepPlan, of_samples: Iterable[T]) -> list[T | None]:
-    """What there is for each entry that samples, and None for the others."""
+    """The elements of `of_samples` at the entries that sample, and None at the others."""
     each = iter(of_samples)
     return [next(each) if num else None for num in plan.num_samples]
 
 
 def _offer_drafts(planned: list[Sequence], result: StepResult) -> None:
-    """Keep what was drafted behind the tokens that are known now."""
+    """Give the tokens that were drafted in a step to the requests' guessers."""
     for entry, drafts in result.drafts.items():
         seq = planned[entry]
         assert seq.rules.guesser is not None
@@ -424,7 +426,7 @@ def _offer_drafts(planned: list[Sequence], result: StepResult) -> None:
 
 
 def _take_of_prompts(planned: list[Sequence], plan: StepPlan, result: StepResult) -> None:
-    """Take what a step has yielded of prompts themselves."""
+    """Take a step's results for prompts: log-probabilities and pooled vectors."""
     for i, logprobs in result.prompt_logprobs.items():
         if (asked := planned[i].prompt_output) is not None:
             asked.take_logprobs(plan.starts[i], logprobs)

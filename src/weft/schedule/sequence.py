@@ -22,7 +22,7 @@ OUTPUT_WEIGHT = 2.0
 
 
 class OutputRules:
-    """What the output of one request may hold, and where it ends."""
+    """Which tokens the output of one request may have, and where it ends."""
 
     __slots__ = (
         "bad_sequences",
@@ -42,7 +42,7 @@ class OutputRules:
         self.limit = limits.longest(request)
         """Tokens, prompt included, at which the request ends."""
         self.early_endings = limits.eos_of(request, vocab_size).union(params.stop_token_ids)
-        """Token ids that are not to be chosen before `min_tokens`."""
+        """Token ids that can't be chosen before `min_tokens`."""
         self.endings = limits.endings_of(request, vocab_size)
         """Token ids that end the output."""
         self.bad_tokens = tuple(ids[0] for ids in request.bad_token_ids if len(ids) == 1)
@@ -50,7 +50,7 @@ class OutputRules:
         self.bad_sequences = BadSequences(sequences, request.output_ids) if sequences else None
         self.grammar: Matcher | None = None
         self.compiling = params.structured_outputs is not None
-        """Whether its grammar is still to come."""
+        """Whether its grammar is still being compiled."""
         self.paced = bool(sequences) or self.compiling
         """Whether each token must be known before the next one is planned."""
         num_tokens = len(request.prompt_ids) + len(request.output_ids)
@@ -62,7 +62,8 @@ class OutputRules:
     def _guesser(
         self, request: EngineRequest, limits: SchedulerLimits, vocab_size: int
     ) -> Guesser | None:
-        """Penalties count each token that was chosen, also one that turns out not to count."""
+        """The request's guesser. None: it wants no guesses, is paced, or has penalties, for which
+        the device would count tokens behind wrong guesses too."""
         params = request.params
         asked = params.speculative or limits.speculative
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
@@ -73,14 +74,14 @@ class OutputRules:
         return TextGuesser(len(request.prompt_ids))
 
     def settle_guesses(self) -> tuple[int, int]:
-        """The step with guesses is over; see `Guesser.settle`."""
+        """End the step with guesses; see `Guesser.settle`."""
         assert self.guesser is not None
         self.known_limit = self.limit
         return self.guesser.settle()
 
     def compiled(self, grammar: Matcher, output_ids: Iterable[int]) -> None:
-        """The grammar is there; it is told the output that the request came with. Raises
-        InvalidRequest if it doesn't allow that."""
+        """Take the compiled grammar, and tell it the output that the request came with. Raises
+        InvalidRequest if the grammar doesn't allow that output."""
         self.grammar, self.compiling = grammar, False
         try:
             for token in output_ids:
@@ -89,12 +90,12 @@ class OutputRules:
             raise InvalidRequest(f"output_ids: {error}", "output_ids") from None
 
     def accept(self, token: int) -> WeftError | None:
-        """Tell the matchers of a paced request its newest token; an error ends the request."""
+        """Tell the matchers of a paced request its newest token. Returns the error that ends it."""
         try:
             for matcher in (self.grammar, self.bad_sequences):
                 if matcher is not None:
                     matcher.accept(token)
-        except Exception as error:  # of any kind: nobody else need end with this request
+        except Exception as error:  # of any kind, so that only this request ends
             return from_wire(to_wire(error))
         self.known_limit = min(self.limit, self.known_limit + 1)
         return None
@@ -107,7 +108,7 @@ class AdapterUse:
 
     def __init__(self, request: EngineRequest, active_from: int | None, vocab_size: int) -> None:
         self.digest: str | None = None
-        """None: the request is one of the base's, maybe as its adapter is nowhere active."""
+        """None: the base serves the request, maybe as its adapter is active nowhere."""
         self.active_from = NEVER
         """The position from which on the adapter is active."""
         if request.adapter is not None and active_from is not None:
@@ -123,7 +124,7 @@ class AdapterUse:
 
 
 def find_invocation(prompt_ids: list[int], invocation: Iterable[int]) -> int | None:
-    """The first position of the last occurrence of these tokens; None where there is none.
+    """The position where these tokens last occur in the prompt; None if they don't.
 
     As in PEFT, an activated LoRA (aLoRA, arXiv 2504.12397) is active from there on to the end of
     the output, and nowhere without an occurrence.
@@ -136,27 +137,27 @@ def find_invocation(prompt_ids: list[int], invocation: Iterable[int]) -> int | N
 
 
 class Bill:
-    """What a request has charged to the account of its tenant."""
+    """What was charged to a tenant's account for one of its requests."""
 
     __slots__ = ("account", "admitted_with", "came", "charged")
 
     def __init__(self, account: Account, num_tokens: int, paid: bool) -> None:
-        """`num_tokens`: those with which the request comes; whether they are paid, as another
-        engine has computed them already."""
+        """`num_tokens`: how many the request comes with. `paid`: whether these cost nothing, as
+        another engine has computed them already."""
         self.came = num_tokens
         self.account = account
         self.charged = num_tokens if paid else 0
-        """How many of its tokens are charged, or need not be as they were cached."""
+        """How many of its tokens are charged, or cost nothing as they were cached or paid."""
         self.admitted_with = 0
-        """How many were when the request was admitted last."""
+        """`charged` at the request's last admission."""
 
     @property
     def progress(self) -> int:
-        """How many tokens it has computed or made since then that it had not before."""
+        """How many tokens it has computed or made since its last admission for the first time."""
         return self.charged - self.admitted_with
 
     def settle(self, computed: int, num_tokens: int) -> None:
-        """Charge what is new since the last call. `num_tokens`: all tokens that it has now."""
+        """Charge what is new since the last call: `computed` tokens, of `num_tokens` in all."""
         came, before = self.came, self.charged
         now = num_tokens if num_tokens > came else min(computed, came)
         if now > before:
@@ -201,13 +202,13 @@ class Sequence:
         limits: SchedulerLimits,
         tokens: TokenArray,
     ) -> None:
-        """`tokens`: those with which the request comes, which are the sequence's own."""
+        """`tokens`: those with which the request comes; the sequence appends to this array."""
         self.request = request
         self.request_id = request.request_id
         self.order = order
         self.tokens = tokens
         self.known = len(self.tokens)
-        """How many tokens there are, with those that are sampled and only the device knows yet."""
+        """How many tokens there are, including pending ones, which only the device knows."""
         self.computed = 0
         self.in_flight = 0
         """Entries of planned steps that are not committed."""
@@ -220,7 +221,7 @@ class Sequence:
         self.holding = Holding(adapter.digest, adapter.active_from, request.cache_salt, name)
         self.rules = OutputRules(request, limits, adapter.vocab_size)
         self.prompt_output = PromptOutput.asked_by(request)
-        """None once it was handed out, or if nobody asked."""
+        """None once it was sent, or if the request wants none."""
         self.num_cached = -1
         """Prompt tokens that came from the prefix cache; -1 before the first admission."""
 
@@ -239,17 +240,17 @@ class Sequence:
 
     @property
     def can_run(self) -> bool:
-        """Whether a waiting request lacks nothing of its own, as far as its tenant may have it."""
+        """Whether a waiting request could be admitted, given room and its adapter."""
         return not (self.in_flight or self.rules.compiling or self.account.at_cap)
 
     def ending(self, last: int) -> tuple[FinishReason, int | None]:
-        """Why its output ends with this token, and the stop token that it asked for."""
+        """Why its output ends with the token `last`; and the token, if it is a requested stop."""
         if last not in self.rules.endings:
             return "length", None
         return "stop", last if last in self.request.params.stop_token_ids else None
 
     def admitted(self, adapter_wait_s: float) -> Admitted:
-        """What the worker is told when the request takes its row."""
+        """The worker's record of the request, for the step in which it takes its row."""
         request, rules, adapter = self.request, self.rules, self.adapter
         asked = self.prompt_output
         return Admitted(

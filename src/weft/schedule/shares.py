@@ -4,21 +4,21 @@ A tenant alone has the whole device. When another one comes, running requests of
 *parked*, the youngest first, until both have seats by their weights:
 
     seats    a a a a a a a a      a alone
-             a a a a a a b b      b comes; each step as many of a's make way as b's prompts fit in
-             a a a a b b b b      and it stops here: to take more would turn the two around
+             a a a a a a b b      b comes; in each step, as many of b's prompts begin as fit
+             a a a a b b b b      it ends here: one more would give b more than a
 
-What counts is service, the counters of `weft.schedule.queue`; seats are how it comes. So requests
-make way only for a tenant that waits, whose request could run at once, and that was served less:
+The aim is equal service by weight (the counters of `weft.schedule.queue`); seats are the means. So
+a request makes way only for a tenant that was served less, whose request could run at once, and
+that
 
-- one without any seat, where the other has several;
-- one with less than half of the seats for its weight, even after the exchange;
-- one with fewer seats for its weight, even after the exchange, that was served less by `SLICE`;
-- one without any seat that was served less by `SLICE`: so more tenants than seats take turns.
+- has no seat, while the other has several;
+- has at most half of the other's seats for its weight, even after the exchange (rows only);
+- has no more seats for its weight, even after the exchange, and was served less by `SLICE`; or
+- has no seat, and was served less by `SLICE`: so more tenants than seats take turns.
 
-A request makes way only after `MIN_RUN` tokens of its own that it had never computed before. So
-all requests get on, whatever has to be computed again. Only a tenant without any seat need not
-wait for that where the other one keeps some: those requests are older, and get on. Where KV blocks
-are short instead of seats, the same is done with blocks, for the request that is next.
+A request makes way only after it has computed `MIN_RUN` tokens for the first time, so that all
+requests make progress. A tenant without any seat need not wait for that if the other one keeps
+some. If KV blocks are short instead of seats, blocks are exchanged likewise, for the next request.
 
 When a short request of a tenant with few seats begins, the decodes of tenants with many seats
 *rest* for this step, once in `REST_EVERY` steps at most. So the first token comes about as soon as
@@ -39,15 +39,15 @@ from weft.schedule.queue import Account
 from weft.schedule.sequence import Sequence
 
 MIN_RUN = 16
-"""Tokens that a request computes, or makes, before it has to make way."""
+"""How many tokens a request computes or makes before it has to make way."""
 SLICE = 128.0
-"""How much more service for its weight a tenant has had before it gives its last seat away, or
-one to somebody who has seats: what is less is chance."""
+"""How much more service for its weight a tenant must have had to give away its last seat, or a seat
+to a tenant that has some. Smaller differences are chance."""
 FEW = 3
-"""A tenant that has up to one in so many of the seats has few, and may get more of them at once.
-Others have many."""
+"""A tenant has *few* seats if it has at most one of this many, else *many*. One with few gets more
+without delay."""
 REST_EVERY = 10
-"""In one of so many steps at most, tenants with many seats rest."""
+"""Tenants with many seats rest in at most one of this many steps."""
 
 
 class Shares:
@@ -56,21 +56,21 @@ class Shares:
     def __init__(self) -> None:
         self._claims: list[Sequence] = []
         self._num_arrived = 0
-        """How many of them, which are the first, have come since that step."""
+        """How many of the claims, at the front, came with requests that arrived since that step."""
         self._short: Sequence | None = None
         self._beginning: list[Sequence] = []
         """Requests of tenants with few seats that have come since the last step."""
         self._rested_in = -REST_EVERY
-        """The last step in which some did."""
+        """The last step in which tenants rested."""
 
     def claim(self, waiting: list[Sequence]) -> None:
-        """Waiting requests of one tenant lack a row, or a part of the step's tokens, or more."""
+        """Claim room for waiting requests of one lane, which found no row or no tokens left."""
         if not waiting[0].account.at_cap:
             self._claims += [s for s in waiting if not (s.in_flight or s.rules.compiling)]
 
     def arrive(self, seq: Sequence, leased: Container[str], num_rows: int, full: bool) -> None:
-        """A request has come. If its tenant has few of the seats, the next step need not find out
-        first what it lacks. `leased`: the adapters that run; `full`: whether all rows are taken."""
+        """Note a new request. If its tenant has few seats, it claims room even before a step has
+        found none. `leased`: the adapters that run; `full`: whether all rows are taken."""
         few = seq.account.num_seats <= num_rows // FEW
         if few and seq.can_run and (seq.digest is None or seq.digest in leased):
             self._beginning.append(seq)
@@ -79,12 +79,12 @@ class Shares:
                 self._num_arrived += 1
 
     def claim_blocks(self, seq: Sequence) -> None:
-        """A waiting request, which is next, lacks KV blocks."""
+        """Claim KV blocks for the next waiting request, which lacks them."""
         self._short = seq
 
     def begin(self, draft: Draft, batch: Batch, block_size: int) -> frozenset[Account]:
-        """Begin a step: park those running requests that are to make way for others. Returns the
-        tenants whose decodes rest."""
+        """Begin a step: park the running requests that have to make way. Returns the tenants whose
+        decodes rest."""
         resting: frozenset[Account] = frozenset()
         if not (self._claims or self._beginning or self._short):
             return resting
@@ -120,8 +120,8 @@ class Shares:
         return Exchange(running).victims(_fitting(behind, budget))
 
     def _with_many(self, running: list[Sequence], num_rows: int) -> frozenset[Account]:
-        """The tenants with many seats, if a step without their decodes is much shorter; else none.
-        It is if fewer tokens begin than requests run, and no other prompt is being computed."""
+        """The tenants with many seats, if a step without their decodes is much shorter: if fewer
+        prompt tokens begin than requests run, and no other prompt is being computed. Else none."""
         num_tokens = sum(len(seq.tokens) for seq in self._beginning if seq.row < 0 and not seq.done)
         if not 0 < num_tokens < len(running) or any(s.known - s.computed > 1 for s in running):
             return frozenset()
@@ -129,13 +129,14 @@ class Shares:
         return frozenset(each for each in tenants if each.num_seats > num_rows // FEW)
 
     def end(self) -> None:
-        """Forget the claims of the last step; those of this one may come."""
+        """Forget the claims of the last step, before those of this step come."""
         self._claims, self._beginning = [], []
         self._num_arrived = 0
         self._short = None
 
     def kept(self, budget: int, chunks: list[Sequence]) -> int:
-        """How many tokens running prompts leave to waiting ones of tenants served less: half."""
+        """How many tokens of `budget` running prompts leave to waiting requests: half of them, if a
+        tenant with a claim was served less than any tenant in `chunks`; else none."""
         least = min(seq.account.counter for seq in chunks)
         return budget // 2 if any(s.account.counter < least for s in self._claims) else 0
 
@@ -160,8 +161,8 @@ def _fitting(claims: Iterable[Sequence], budget: int) -> Iterator[Sequence]:
 
 
 class Exchange:
-    """Takes rows, or blocks if `block_size` is given, from running requests for waiting ones. All
-    counters are up to date."""
+    """Chooses running requests that give their rows, or their blocks if `block_size` is given, to
+    waiting ones. All counters must be up to date."""
 
     def __init__(self, running: Iterable[Sequence], block_size: int = 0) -> None:
         self._block_size = block_size
@@ -185,7 +186,7 @@ class Exchange:
         self._served = {account: account.counter for account in tenants}
 
     def victims(self, claims: Iterable[Sequence]) -> list[Sequence]:
-        """The running requests that make way for these, those first that have the first claim."""
+        """The running requests that make way for these claims, in the order of the claims."""
         refused: set[Account] = set()
         found: list[Sequence] = []
         for claim in claims:
@@ -211,8 +212,7 @@ class Exchange:
         return victim
 
     def _yielding(self, other: Account, claim: Sequence) -> list[Sequence]:
-        """Those requests of `other` of which the last one makes way for this claim; none if nobody
-        does."""
+        """The requests of `other`, the last of which makes way for this claim; [] if none does."""
         own, held = claim.account, self._held
         lead = self._served[other] - self._served[own]
         if other is own or lead <= 0:
@@ -228,7 +228,7 @@ class Exchange:
         return [] if alone else self._fresh[other]
 
     def _size(self, seq: Sequence) -> int:
-        """What a request takes of what is short."""
+        """How many rows, which is one, or blocks a request takes."""
         if not self._block_size:
             return 1
         return len(seq.holding.blocks) or -(-len(seq.tokens) // self._block_size)

@@ -1,16 +1,16 @@
 """Tracks which adapters are on the device, and where. Pure bookkeeping, no tensors, no clock.
 
-An adapter is known (added), then absent, loading or resident. A lease keeps it resident while a
-request uses it. When one is to be loaded and the free elements don't suffice, the policy says who
-of those without leases goes, wherever they lie. When there is room, but in no single gap, the
-fewest elements are moved that make one (`weft.schedule.extents` has a picture). As those that are
-loading can't be moved, a load may find no room while others are under way; it finds it later.
+An adapter that was added is absent, loading or resident. A lease keeps it resident while a request
+uses it. If a load finds too few free elements, the policy chooses which of the adapters without
+leases are evicted, wherever they lie. If there is room, but in no single gap, as few elements as
+possible are moved to make one (`weft.schedule.extents` has a picture). Adapters that are loading
+can't be moved, so a load may find no room while others are under way, and is tried again later.
 
-A pinned adapter is never evicted. Pinned ones leave room for the largest adapter known, whose
-requests would wait for ever otherwise.
+A pinned adapter is never evicted. Pinned adapters leave room for the largest known adapter, whose
+requests would otherwise wait for ever.
 
 An adapter that starves has a *claim* on the room: until its load has started, no other load
-starts. It ends by itself when the adapter is not asked for any more.
+starts. The claim ends by itself when the adapter is not asked for any more.
 
 Time is a number that never decreases, and the same within one plan of the scheduler.
 """
@@ -30,7 +30,7 @@ NO_DEMAND: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Order to copy an adapter's image to the arena, once the moves are carried out in order."""
+    """Order to copy an adapter's image to the arena, after `moves` are carried out in order."""
 
     digest: str
     slot: int
@@ -59,13 +59,13 @@ class _Claim:
         self._asked_at = 0.0
         """When it asked last."""
         self._times = (0.0, 0.0)
-        """The two last times at which any adapter asked."""
+        """The last two times at which any adapter asked."""
 
     def stake(self, digest: str, now: float) -> None:
         self.digest, self._asked_at = digest, now
 
     def holds_back(self, digest: str, now: float, known: Collection[str]) -> bool:
-        """Whether another adapter has the claim, when this one asks for room."""
+        """Note that an adapter asks for room, and return whether another one has the claim."""
         if now > self._times[1]:
             self._times = (self._times[1], now)
         if self.digest == digest:
@@ -78,8 +78,8 @@ class _Claim:
 class AdapterSlots:
     """Owner of the slot table and of residency on the device.
 
-    capacity: elements of the arena. num_slots: bound on resident adapters. policy: which of the
-    adapters without leases go first. element_bytes: the size of an element, for messages.
+    capacity: elements of the arena. num_slots: the most adapters that are resident or loading.
+    policy: which adapters without leases go first. element_bytes: for messages only.
     """
 
     def __init__(
@@ -102,17 +102,16 @@ class AdapterSlots:
         """See `Candidate.floor`."""
         self._claim = _Claim()
         self._refused = (-1.0, 0)
-        """When a load found no room last, and its size. While nothing changes, a load of that size
-        or more need not be tried again."""
+        """When a load last found no room, and its size. At that time, no load of that size or more
+        is tried again unless something has changed."""
 
     # -- what is known -------------------------------------------------------------------------
 
     def add(self, digest: str, size: int, pinned: bool = False) -> None:
         """Make an adapter of `size` elements known, or pin or unpin it; a failure changes nothing.
 
-        Raises AdapterInvalid if it can never fit, AdapterConflict if it is to be pinned and too
-        little would be left for the largest adapter known, or if the pinned ones leave too little
-        for it.
+        Raises AdapterInvalid if it can never fit; AdapterConflict if pinning it would leave too
+        little for the largest known adapter, or if pinned adapters leave too little for it.
         """
         if size > self.capacity:
             has = f"{self._shown(size)} of adapter memory, which has {self._shown(self.capacity)}"
@@ -144,7 +143,7 @@ class AdapterSlots:
         self._changed()
 
     def _check_pin(self, size: int, left: int, num_pinned: int) -> None:
-        """The largest adapter known, which stands for those to come, must fit beside all pinned."""
+        """Raise AdapterConflict unless the largest known adapter fits beside all pinned ones."""
         largest = max([size, *(known.size for known in self._known.values())])
         if left - size < largest or num_pinned + 1 >= self._num_slots:
             raise AdapterConflict(
@@ -170,8 +169,8 @@ class AdapterSlots:
         return known.refusal if known else None
 
     def remove(self, digest: str) -> int | None:
-        """Forget an adapter without leases, and return the slot that it leaves if it was resident.
-        One that is loading leaves when its load ends."""
+        """Forget an adapter without leases. Returns its former slot if it was resident. One that is
+        loading leaves its slot when the load ends."""
         self._known.pop(digest, None)
         self._pinned.pop(digest, None)
         self._wanted.discard(digest)
@@ -209,7 +208,8 @@ class AdapterSlots:
         self._changed()
 
     def touch(self, digest: str, now: float) -> None:
-        """Somebody waits for it: it is not evicted at this time, but for one that starves."""
+        """Keep an adapter, for which a request waits, from being evicted at this time; only an
+        adapter that starves may still evict it."""
         if digest in self._extents:
             self._extents[digest].last_use = now
 
@@ -221,8 +221,8 @@ class AdapterSlots:
     def start_load(
         self, digest: str, now: float, demand: Mapping[str, int] = NO_DEMAND
     ) -> Load | None:
-        """Make room for an absent adapter and reserve it; None when there is none just now.
-        `demand`: requests in the engine, by digest."""
+        """Reserve room for an absent adapter, and return the order that makes the room and loads
+        the adapter; None if there is none now. `demand`: requests in the engine, by digest."""
         size = self._known[digest].size
         if self._claim.holds_back(digest, now, self._known) or (
             now == self._refused[0] and size >= self._refused[1]
@@ -249,8 +249,8 @@ class AdapterSlots:
         return Load(digest, extent.slot, start, slots, digests, moves, size)
 
     def loaded(self, digest: str, load_s: float = 0.0) -> bool:
-        """The image is in its extent, `load_s` seconds after it was ordered. False if the adapter
-        was removed meanwhile."""
+        """End a load: the image is in its extent, `load_s` seconds after the order. False if the
+        adapter was removed meanwhile."""
         extent = self._extents[digest]
         extent.loading = False
         self.num_loads += 1
@@ -258,7 +258,7 @@ class AdapterSlots:
         if known is None:
             self._forget(extent)
             return False
-        # One load may have met a cold disk or a busy link: half of what was known stays.
+        # A single load may have met a cold disk or a busy link, so it counts only half.
         known.reload_s = (known.reload_s + load_s) / 2 if known.reload_s else load_s
         self._changed()
         return True
@@ -269,9 +269,9 @@ class AdapterSlots:
     def choose_victims(self, digest: str, now: float, quantum: float) -> list[str]:
         """Leased adapters whose leases would have to end so that `digest`, which starves, fits.
 
-        Only those that are served for a time of `quantum` or longer may be chosen; the longest go
-        first. Empty when no choice of them makes room yet, when none is needed, and while
-        another one that starves has its claim.
+        Only those that were served for `quantum` or longer may be chosen; those served longest go
+        first. Empty if no choice of them makes room yet, if none is needed, and while another
+        starving adapter has the claim.
         """
         if digest in self._extents or self._claim.holds_back(digest, now, self._known):
             return []
@@ -308,7 +308,7 @@ class AdapterSlots:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """Pinned adapters to be loaded although nobody asks for them: none was tried yet."""
+        """Pinned adapters whose load was not started yet; they are loaded even without requests."""
         return tuple(sorted(self._wanted))
 
     @property
@@ -339,7 +339,7 @@ class AdapterSlots:
     def _idle(
         self, now: float, demand: Mapping[str, int], evenly: bool
     ) -> list[tuple[Worth, ArenaExtent]]:
-        """What may be evicted, the least worth first. `evenly`: whether it was touched or not."""
+        """What may be evicted, the lowest worth first. `evenly`: even if touched at this time."""
         found: list[tuple[Worth, ArenaExtent]] = []
         for e in self._line:
             if self._may_go(e) and (evenly or e.last_use < now):
@@ -365,5 +365,5 @@ class AdapterSlots:
         self._changed()
 
     def _changed(self) -> None:
-        """There may be room where there was none."""
+        """Let refused loads be tried again, as there may be room now."""
         self._refused = (-1.0, 0)

@@ -1,15 +1,15 @@
 """Owns the snapshots of recurrent states. Pure Python, no tensors.
 
-A snapshot is what the tokens up to the end of a block have made of a sequence's state. It is known
-by the key of that block, in which the adapter's version and the salt are, and is of use as long as
-the blocks up to there are in the prefix index:
+A snapshot is a copy of a sequence's state at the end of a block. It is known by the key of that
+block, which includes the adapter's version and the salt, and is of use as long as the blocks up to
+there are in the prefix index:
 
     free ── begin(key) ──▶ pending ── end(number, True) ──▶ kept, by key ── drop(key) ──▶ free
       ▲                       └─── end(number, False) ───┐        │ the one used longest ago,
       └──────────────────────────────────────────────────┴────────┘ when another is begun
 
-What is pending is written at the end of a step that is planned. As steps run in their order, a
-number may be given out anew in the step that still reads it, which it does at its begin.
+A pending snapshot is written at the end of a planned step. A step reads snapshots at its begin, so
+the number of a snapshot that it reads may be given out again in the same step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections import OrderedDict
 
 
 class Snapshots:
-    """Owner of `num_snapshots` places for states. Their numbers begin at `first`, behind those of
-    the states that sequences hold."""
+    """Owner of `num_snapshots` places for states. Their numbers begin at `first`, behind the
+    numbers of the states that sequences hold."""
 
     def __init__(self, first: int, num_snapshots: int) -> None:
         self._numbers = range(first, first + num_snapshots)
@@ -37,8 +37,8 @@ class Snapshots:
         return self._kept[key]
 
     def begin(self, key: bytes) -> int | None:
-        """Give out a place for a new snapshot, whose next call is `end`. None if it is kept or
-        pending already, or if all places are pending."""
+        """The number of a place for a new snapshot; call `end` afterwards. None if the key is kept
+        or pending already, or if all places are pending."""
         if key in self._kept or key in self._pending.values():
             return None
         if self._free:
@@ -51,7 +51,7 @@ class Snapshots:
         return number
 
     def end(self, number: int, kept: bool) -> None:
-        """What was begun has been written and is of use, or not."""
+        """End what was begun. `kept`: whether it was written and is of use; else it is dropped."""
         key = self._pending.pop(number)
         if kept:
             self._kept[key] = number
@@ -63,7 +63,7 @@ class Snapshots:
         return self._pending[number]
 
     def drop(self, key: bytes) -> None:
-        """The blocks that a snapshot needs are gone."""
+        """Drop a snapshot, if there is one with this key, as its block is gone."""
         number = self._kept.pop(key, None)
         if number is not None:
             self._free.append(number)

@@ -4,9 +4,9 @@
     c d are tried, and fail       groups  [a b] [c] [d]
     d is tried, and fails         d is to blame
     c is tried, and runs          c is cleared
-    a b are tried, and run        nobody is left: all is as before
+    a b are tried, and run        no group is left: all is as before
 
-Meanwhile all others wait, and what is cleared runs on.
+Meanwhile other waiting requests are not admitted, and cleared requests keep running.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 MAX_IN_VAIN = 3
-"""How often in a row all requests of a failed step may run when they are tried."""
+"""How often in a row trials may end without finding a request to blame."""
 MAX_BLAMED = 8
-"""How many requests in a row may be to blame with no step between that runs."""
+"""How many requests in a row may be to blame without a successful step in between."""
 
 
 class Trials:
@@ -27,16 +27,16 @@ class Trials:
         """None of them is empty; the last one is on trial."""
         self._in_vain = self._blamed = 0
         self._found = False
-        """Whether one of those on trial was to blame."""
+        """Whether the current trials have found a request to blame."""
 
     @property
     def quiet(self) -> bool:
-        """Whether all is well, so that nobody need tell which steps run."""
+        """Whether all is well, so that `passed` need not be called."""
         return not (self.groups or self._in_vain or self._blamed)
 
     @property
     def hopeless(self) -> bool:
-        """Whether steps fail whoever is in them."""
+        """Whether steps seem to fail whatever requests are in them."""
         return self._in_vain >= MAX_IN_VAIN or self._blamed >= MAX_BLAMED
 
     def admits(self, request_id: str) -> bool:
@@ -44,7 +44,7 @@ class Trials:
         return not self.groups or request_id in self.groups[-1]
 
     def failed(self, request_ids: Collection[str]) -> str | None:
-        """A step with these requests failed. Returns the one to blame, if it is known now."""
+        """Note that a step with these requests failed. Returns the one to blame, if it is known."""
         suspects = self._take(request_ids) or [*dict.fromkeys(request_ids)]
         if len(suspects) == 1:
             self._found = True
@@ -58,8 +58,8 @@ class Trials:
         return None
 
     def passed(self, request_ids: Collection[str]) -> None:
-        """A step with these requests ran. If none of the group was in it, none of them can run
-        now, and their turn is over."""
+        """Note that a step with these requests ran. If it had none of the group on trial, none of
+        that group can run now, and the group is dropped."""
         if request_ids:
             self._blamed = 0
         if self.groups:
@@ -70,7 +70,7 @@ class Trials:
             self._in_vain = 0
 
     def _take(self, request_ids: Collection[str]) -> list[str]:
-        """Take those of the group out of it that are among these requests."""
+        """Remove these requests from the group on trial. Returns those that were in it."""
         group = self.groups.pop() if self.groups else []
         taken = [each for each in group if each in request_ids]
         if len(taken) < len(group):
@@ -78,7 +78,7 @@ class Trials:
         return taken
 
     def _settle(self) -> None:
-        """Count what came of the trials, if they are over."""
+        """Count the outcome of the trials, if they are over."""
         if not self.groups:
             self._in_vain = 0 if self._found else self._in_vain + 1
             self._found = False

@@ -1,8 +1,8 @@
 """Decides which adapters get room on the device when not all that are wanted fit.
 
-There may be no room in adapter memory, or no place among the `max_loras` of a batch. While an
-adapter is there, all of its requests go in, past older ones whose adapters are not there. For
-the others:
+An adapter may lack room in adapter memory, or a place among the `max_loras` of a batch. While an
+adapter has both, all of its requests are admitted, past older ones whose adapters have not. For
+the latter:
 
     passed over ──(half of max_adapter_wait)──> those that have had the device longest, and as long
                                                 as this one waits, take no new requests: they drain
@@ -11,8 +11,8 @@ the others:
                                                 before this one
 
 So with n adapters of one size in demand and room for k, each has its turn within ceil(n / k) times
-(max_adapter_wait, a prompt's computation and a load), and what is parked has had
-`max_adapter_wait` of the device, and at least one token.
+(max_adapter_wait + the time of a prompt and of a load). A request is parked only after its adapter
+has had the device for `max_adapter_wait`, and the request at least one token.
 
 An adapter that has waited for `max_adapter_wait` is *starving*. It is *granted* its turn when there
 is room for it, or a place in the batch, until its first request uses it. Another adapter *yields*
@@ -30,13 +30,13 @@ from weft.schedule.slots import AdapterSlots, Load
 
 
 class _Wait:
-    """How long an adapter's requests have been passed over for want of it."""
+    """How long an adapter's requests have been passed over because it was not available."""
 
     __slots__ = ("earlier_s", "since")
 
     def __init__(self) -> None:
         self.since: float | None = None
-        """When they began to be passed over this time; None while they are not."""
+        """Since when they are passed over; None while they are not."""
         self.earlier_s = 0.0
 
     def seconds(self, now: float) -> float:
@@ -47,9 +47,9 @@ class _Wait:
 
 
 class Turns:
-    """Owner of the demand for adapters, of their leases, and of who makes room for whom.
+    """Owner of the demand for adapters, of their leases, and of which adapter yields to which.
 
-    max_loras: adapters in one batch. max_wait: see above, in the unit of `begin`'s now.
+    max_loras: adapters in one batch. max_wait: `max_adapter_wait`, in the unit of `begin`'s now.
     """
 
     def __init__(self, slots: AdapterSlots, max_loras: int, max_wait: float) -> None:
@@ -61,11 +61,11 @@ class Turns:
         """Requests in the engine, by adapter digest."""
         self._leases: Counter[str] = Counter()
         self._leased_since: dict[str, float] = {}
-        """Adapters with leases, those first that have had one longest."""
+        """Since when adapters have had leases, the longest first."""
         self._waits: dict[str, _Wait] = {}
         """Adapters that have been passed over since they came into demand."""
         self._short: dict[str, Account] = {}
-        """Adapters that found no room when there were rows last, and a tenant that wants them."""
+        """Adapters that found no room when rows were last free, and a tenant that wants each."""
         self._starving: list[str] = []
         """Starving adapters, in the order in which they get room."""
         self._granted: set[str] = set()
@@ -96,12 +96,12 @@ class Turns:
                 self._waits.pop(digest, None)
 
     def in_use(self, digest: str) -> bool:
-        """Whether any request is here that wants it, or a lease is."""
+        """Whether any request in the engine wants the adapter, or there is a lease of it."""
         return digest in self._demand or digest in self._leases
 
     def lease(self, use: AdapterUse, num_tokens: int) -> float:
-        """Lease the adapter of a request that is admitted with so many tokens, and return for how
-        long the request was passed over for want of it."""
+        """Lease the adapter of a request that is admitted with `num_tokens` tokens. Returns for how
+        long the request was passed over because of its adapter."""
         digest = use.digest
         if digest is None:
             return 0.0
@@ -127,14 +127,14 @@ class Turns:
             use.slot = -1
 
     def settle(self, digest: str) -> None:
-        """The adapter has its turn, or can't be loaded: nobody yields to it any more."""
+        """End an adapter's wait, as it has its turn or can't be loaded: none yields to it now."""
         if wait := self._waits.get(digest):
             wait.end(self._now)
         self._reopen(digest)
 
     @property
     def lacks_room(self) -> bool:
-        """Whether an adapter is not being loaded for want of room, or of a place in the batch."""
+        """Whether an adapter is kept out by a lack of room, or of a place in the batch."""
         return bool(self._short)
 
     @property
@@ -149,7 +149,7 @@ class Turns:
 
     def begin(self, now: float, running: list[Sequence]) -> list[Sequence]:
         """Begin a step. Returns the running requests that have to make way for a starving adapter,
-        without those that have got no token since they were admitted: or they might never end."""
+        except those that got no token since their admission, which might else never end."""
         self._now = now
         self._passed = set()
         self._loads = []
@@ -165,11 +165,11 @@ class Turns:
         return [seq for seq in yielding if len(seq.tokens) > seq.adapter.began_at]
 
     def look_again(self) -> None:
-        """Forget which adapters lack room: there are rows for requests, so `ready` finds out."""
+        """Forget which adapters lack room: as rows are free, `ready` will find out again."""
         self._short = {}
 
     def ready(self, seq: Sequence) -> bool:
-        """Whether requests of its tenant and adapter can run now; starts what that takes."""
+        """Whether its adapter lets requests like this one run now; starts its load if need be."""
         digest = seq.digest
         if digest is None:
             return True
@@ -189,8 +189,8 @@ class Turns:
         return False
 
     def prefetch(self, digest: str | None) -> bool:
-        """Start the load for a request that can't be admitted yet anyway. Returns whether its
-        adapter is no reason for that."""
+        """Start the load of an adapter whose request can't be admitted yet anyway. Returns whether
+        the adapter itself would let it run now."""
         if digest is None:
             return True
         return digest not in self._yielding and (digest in self._leases or self._claim(digest))
@@ -202,8 +202,8 @@ class Turns:
         return self._loads
 
     def _claim(self, digest: str) -> bool:
-        """Whether an adapter without leases can have one now; starts its load if it is absent and
-        there is room. Starving adapters come first: others get what they have been granted."""
+        """Whether an adapter without leases can have one now. If it is absent and there is room,
+        its load is started. While others starve, only adapters that were granted a turn may."""
         resident = self._slots.is_resident(digest)
         if digest not in self._granted:
             if self._starving:
@@ -215,7 +215,7 @@ class Turns:
         return resident and len(self._leases) < self._max_loras
 
     def _load(self, digest: str) -> bool:
-        """Whether an absent adapter is being loaded now; no if there is no room for it."""
+        """Start the load of an absent adapter, unless it is loading. False if there is no room."""
         if self._slots.is_loading(digest):
             return True
         load = self._slots.start_load(digest, self._now, self._demand)
@@ -228,7 +228,7 @@ class Turns:
     # -- making room ---------------------------------------------------------------------------
 
     def _make_room(self, running: list[Sequence]) -> None:
-        """Let adapters that have found no room for too long have it, or others yield to them."""
+        """Give room to adapters that have waited for too long, or have others yield to them."""
         self._yielding = {v: c for v, c in self._yielding.items() if c in self._short}
         waited = self._waited()
         longest = self._max_wait
@@ -254,7 +254,7 @@ class Turns:
         return {d: self._now - w.since for d, w in waits if w and w.since is not None}
 
     def _in_turn(self, digests: list[str], running: Iterable[Sequence]) -> list[str]:
-        """Starving adapters in the order in which they get room: those first whose tenants have
+        """Starving adapters in the order in which they get room: first those whose tenants have
         the fewest adapters running, then those that have waited longest."""
         if not digests:
             return []
@@ -275,14 +275,14 @@ class Turns:
         return granted
 
     def _choose_victims(self, digest: str) -> list[str]:
-        """Adapters that have had their time, and without which there would be room."""
+        """Adapters that have had their time, and whose leaving would make room for `digest`."""
         if self._slots.is_resident(digest):
             return self._longest_there(digest, self._max_wait)
         return self._slots.choose_victims(digest, self._now, self._max_wait)
 
     def _longest_there(self, digest: str, tenure: float) -> list[str]:
-        """The adapter that has had leases longest, and for a time of `tenure`, among those that
-        may yield to `digest` and don't yield already."""
+        """In a list, the adapter that has had leases longest of those that may yield to `digest`
+        and don't yield already; [] if none has had them for `tenure`, or if none need yield."""
         resident = self._slots.is_resident(digest)
         if resident and len(self._leases) < self._max_loras:
             return []
@@ -295,7 +295,7 @@ class Turns:
         return []
 
     def _reopen(self, digest: str) -> None:
-        """Adapters that made room for this one need not any more."""
+        """End the yielding of other adapters to this one."""
         for victim in [v for v, claimant in self._yielding.items() if claimant == digest]:
             del self._yielding[victim]
 
