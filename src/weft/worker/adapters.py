@@ -6,11 +6,11 @@
                       parts, each from one of these ──> summed ──> host ──> device
     a registration    folder ──> packed ──> image file
 
-Whenever an image has come to the device, its checksum must be the one with which it was packed, or
-it is brought once more, from further below.
+The checksum of every image on the device is compared with the one from when it was packed. If they
+differ, the image is copied once more, from its file or folder instead of the host.
 
-An image file holds the very content that was registered, so that an adapter whose folder has
-changed since, or is gone, goes on being served.
+An image file holds exactly the content that was registered, so an adapter is still served if its
+folder has changed or is gone.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ logger = logging.getLogger(__name__)
 
 NUM_LOADERS = 2
 NUM_READERS = 8
-"""Threads that read what is to be registered. One whose disk does not answer holds up no other."""
+"""Threads that read adapters to register. One whose disk does not answer holds up no other."""
 NUM_REGISTRARS = 4
-"""Threads of registrations, which are slow: they hold up no load that requests wait for."""
+"""Threads that pack, probe and stage: slow work that must not hold up loads."""
 _TORN = "its image did not come to adapter memory as it was packed"
 
 
@@ -62,7 +62,8 @@ class Packer:
     """Reads, validates, packs and sums adapters of one base model. Any thread."""
 
     def __init__(self, model: LoadedModel, args: LoraArgs, others: GetShares | None = None) -> None:
-        """`model`: all of it, or the first rank's share, and `others` those of the other ranks."""
+        """`model`: the whole model, or the first rank's share; then `others` gets the other ranks'
+        parts of its weights."""
         self._model = model
         self._args = args
         self._shards = [replace(model.shard, rank=rank) for rank in range(model.shard.size)]
@@ -71,7 +72,8 @@ class Packer:
             self._base = GatheredWeights(model, self._shards, others)
 
     def read_adapter(self, source: AdapterSource) -> AdapterFiles:
-        """Raises AdapterError, also if the folder or its content is not the one that is meant."""
+        """Read an adapter's files. Raises AdapterError if they can't be read or are not served, and
+        if the folder or its content is not the one that `source` states."""
         table, max_rank = self._model.shard.whole, self._args.max_lora_rank
         return read_aside(lambda deadline: read_source(source, table, max_rank, deadline))
 
@@ -106,7 +108,7 @@ class Packer:
         return sum_images(digest, parts, table, self._model.dtype, into, size)
 
     def _aside(self) -> contextlib.AbstractContextManager[object]:
-        """A stream that steps are not on, for what is computed from the base's weights."""
+        """A context with a CUDA stream other than the steps', to compute from base weights."""
         if self._model.device.type != "cuda":
             return contextlib.nullcontext()
         return torch.cuda.stream(torch.cuda.Stream(self._model.device))  # type: ignore[no-untyped-call]
@@ -114,17 +116,17 @@ class Packer:
 
 @dataclass(slots=True)
 class _Work:
-    """What a thread notes while it brings an adapter."""
+    """What a thread records while it brings an adapter."""
 
     stage_s: dict[str, float] = field(default_factory=dict)
     packed: list[AdapterImage] = field(default_factory=list)
-    """What came from folders."""
+    """The images that were packed from folders; they have to be saved."""
     num_faults: int = 0
 
 
 class AdapterLoader:
-    """Reads, packs, sums, probes and copies images, on its threads; see `Worker` for its verbs.
-    Without `images` no files of images are kept, and without `self_check` there is no `probe`."""
+    """Reads, packs, sums, probes and copies images on its own threads. Its methods are verbs of
+    `Worker`. Without `images`, there are no image files; without `self_check`, don't `probe`."""
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class AdapterLoader:
         return self._registrars.submit(self._staged, image, extent)
 
     def load(self, order: LoadOrder, wait_moved: Callable[[], object]) -> Future[LoadResult]:
-        """See `Worker.load`; `wait_moved` waits for what its copy has to come after."""
+        """See `Worker.load`; `wait_moved` waits for the moves that must precede the copy."""
         ended: Future[LoadResult] = Future()
         self._loaders.submit(self._load, order, wait_moved, ended)
         return ended
@@ -184,7 +186,7 @@ class AdapterLoader:
         self._loaders.shutdown(cancel_futures=True)
         self._host.close()
 
-    # -- on its threads: images are saved when those who wait have been told --------------------
+    # -- on its threads: images are saved after the result has been set -------------------------
 
     def _read(self, source: AdapterSource, ended: Future[PackedAdapter | WeftError]) -> None:
         work = _Work()
@@ -252,14 +254,14 @@ class AdapterLoader:
             return image
         origin = order.origin
         logger.warning("adapter %s: %s; it is loaded once more", origin.digest[:16], _TORN)
-        if origin.sources or order.parts:  # what the host has of it may have changed there
+        if origin.sources or order.parts:  # its bytes on the host may have changed
             image = self._obtain(order, replace(origin, image=None), work)
         if not self._copy(order.start, image, work):
             raise AdapterUnavailable(f"the adapter can't be loaded: {_TORN}", "model")
         return image
 
     def _copy(self, start: int, image: AdapterImage, work: _Work) -> bool:
-        """Copy to the device, and return whether the image is there as it was packed."""
+        """Copy an image to the device. Returns whether its checksums there are right."""
         with self._timed("copy", work):
             others = self._others.write(start, image, self._host.offset_of(image.data))
             found = self.pool.write(start, image.data_of(0)), *(each.result() for each in others)
@@ -277,7 +279,7 @@ class AdapterLoader:
         return self._with_checksums(image)
 
     def _bring(self, origin: Origin, extent: Extent | None, work: _Work) -> AdapterImage:
-        """An adapter from the nearest place that has it, in `extent` unless it is on the host."""
+        """An adapter's image from the nearest place, put into `extent` unless on the host."""
         if origin.image is not None:
             return origin.image
         image = self._from_file(origin.digest, extent, work)
@@ -302,7 +304,7 @@ class AdapterLoader:
             return self._with_checksums(self.packer.pack_adapter(files))
 
     def _from_folders(self, origin: Origin, work: _Work) -> AdapterImage:
-        """An adapter from the first folder that still holds it; else the last one's error."""
+        """An adapter from the first folder that still has it; else raises the last one's error."""
         refusal: WeftError | None = None
         for source in origin.sources:
             try:
@@ -312,7 +314,7 @@ class AdapterLoader:
         raise refusal or AdapterUnavailable("an adapter of the sum was unloaded", "adapters")
 
     def _staged(self, image: AdapterImage, extent: Extent | None) -> AdapterImage:
-        """A copy of the image in the host's memory, if it has a place there."""
+        """A copy of the image in its extent of the host's memory; itself if it has no extent."""
         view = self._host.view(extent)
         if view is None:
             return image
@@ -322,7 +324,7 @@ class AdapterLoader:
         return replace(image, data=data)
 
     def _with_checksums(self, image: AdapterImage) -> AdapterImage:
-        """The image with its checksums."""
+        """The image with a checksum of each rank's part, which is computed if it is missing."""
         if image.checksums:
             return image
         ranks = range(self._others.num_ranks)
@@ -341,7 +343,7 @@ class AdapterLoader:
 
 
 def _refused(source: AdapterSource, error: Exception) -> WeftError:
-    """The error as clients are told it; the log alone has the folder's path."""
+    """The error as clients get it, without the folder's path, which only the log gets."""
     typed = _typed(error)
     logger.info("the adapter in %s can't be loaded: %s", source.path, typed.message)
     return typed
@@ -356,8 +358,8 @@ def _typed(error: Exception) -> WeftError:
 
 
 def _unavailable(error: WeftError) -> WeftError:
-    """An adapter was accepted once: whatever is wrong with it now is no fault of the request. That
-    a sum can't be made is."""
+    """The error of a load as requests get it. The adapter was accepted once, so they are not to
+    blame, unless a sum that they ask for can't be made (InvalidRequest)."""
     if isinstance(error, AdapterUnavailable | InvalidRequest):
         return error
     return AdapterUnavailable(f"the adapter can't be loaded again: {error.message}", error.param)

@@ -55,11 +55,11 @@ from weft.worker.selfcheck import TOKENS, Activity, SelfCheck, num_blocks
 from weft.worker.worker import DeviceWorker
 
 LOST_S = 1.0
-"""How long it may take until a rank is known to be gone, when an operation of all has failed."""
+"""How long to wait for the news that a rank is gone after an operation of all ranks failed."""
 COPIES = 16
-"""How many host arrays are kept on the device for another step."""
+"""How many copies of host arrays are kept on the device for later steps."""
 MAX_RESIDENT = 4096
-"""Slots: adapters that may be on the device at a time. A slot costs some kilobytes of tables."""
+"""The number of slots: the most adapters on the device. A slot costs some kilobytes of tables."""
 
 LoadModel = Callable[[], LoadedModel]
 
@@ -81,9 +81,8 @@ class DeviceParts:
 def build_worker(
     args: EngineArgs, stages: Stages, on_lost: Callable[[], None] = lambda: None
 ) -> DeviceWorker:
-    """Load the model, allocate all memory and capture steps, on all devices that the model is
-    spread over. `on_lost` is called, on another thread, when one of them is gone. Raises
-    ConfigError."""
+    """Load the model, allocate all memory and capture steps, on all ranks. Another thread calls
+    `on_lost` when a rank is gone. Raises ConfigError, and EngineDead if a rank is gone."""
     if args.model.tensor_parallel_size == 1:
         return _assemble(args, build_parts(args, stages, ALONE, partial(_load, args)))
     device = check_ranks(args)
@@ -112,9 +111,9 @@ def build_worker(
 
 
 def loading(args: EngineArgs, rank: int) -> Future[LoadedModel]:
-    """Begin to load a rank's share of the model on a thread, while ranks connect. What `load_model`
-    raises is raised where the model is asked for. Until then no other thread may use
-    `transformers`, whose modules can't be imported by two at once."""
+    """Begin to load a rank's share of the model on a thread, while ranks connect. The future raises
+    what `load_model` raises. Until it is done, no other thread may use `transformers`, as two
+    threads can't import its modules at once."""
 
     def load() -> LoadedModel:
         device = device_of(args.model.device, rank)
@@ -138,8 +137,8 @@ def _load(args: EngineArgs, rank: int = 0) -> LoadedModel:
 def build_parts(
     args: EngineArgs, stages: Stages, ranks: Ranks, load: LoadModel, host_fd: int | None = None
 ) -> DeviceParts:
-    """Load the model, or a rank's share of it, allocate memory and capture steps. Ranks do all of
-    it side by side, and share the host's memory in `host_fd`. Raises ConfigError."""
+    """Load the model, or a rank's share of it, allocate memory and capture steps. All ranks call
+    this at the same time, and map the file `host_fd` as host memory. Raises ConfigError."""
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)
     model = load()
@@ -173,7 +172,7 @@ def build_parts(
     activity = Activity()
     self_check = _make_check(args, model, activity, ranks) if args.lora.self_check else None
     with ThreadPoolExecutor(1, thread_name_prefix="weft-start") as beside, torch.inference_mode():
-        # It takes a second or two of the driver's time.
+        # Page-locking takes a second or two of the driver's time.
         asked = args.lora.adapter_host_memory
         pinning = beside.submit(host_memory, asked, model.device, host_fd)
         if model.device.type == "cuda":
@@ -206,15 +205,15 @@ def _prepare(
     ranks: Ranks,
     stages: Stages,
 ) -> None:
-    """Do all that a GPU does at first uses, before requests wait for it. What is rehearsed here has
-    been launched ahead, for its kernels to be compiled side by side."""
+    """Do all that a GPU does at first uses, before requests wait for it. The same steps are first
+    launched so that their kernels are compiled in parallel, and then run."""
     from weft.kernels.compiling import compiling_ahead, tell_of_more  # Triton is for Linux
 
     pool.install(SLOT, 0, rehearsed_adapter(pool.table))
     with compiling_ahead(ranks.rank, ranks.size):
         executor.launch(rehearsal.steps())
         if self_check is not None:
-            with suppress(AdapterQuarantined):  # nothing is computed yet
+            with suppress(AdapterQuarantined):  # results are wrong, as nothing is computed yet
                 self_check.rehearse()
     tell_of_more()
     stages.end("compile")
@@ -228,7 +227,7 @@ def _prepare(
 
 
 def _assemble(args: EngineArgs, parts: DeviceParts, peers: Peers | None = None) -> DeviceWorker:
-    """The worker of the only rank, or of the first one."""
+    """The worker, from the parts of the only or the first rank."""
     model, pool, host = parts.model, parts.pool, parts.host
     facts = WorkerFacts(
         architecture=model.config.architecture,
@@ -258,8 +257,8 @@ def _assemble(args: EngineArgs, parts: DeviceParts, peers: Peers | None = None) 
 
 
 def check_ranks(args: EngineArgs) -> torch.device:
-    """The first rank's device. Raises ConfigError for what is known to go wrong before any rank
-    starts."""
+    """The first rank's device. Raises ConfigError for what would go wrong on any rank, as far as
+    that is known before they start."""
     model = args.model
     config = load_model_config(model.model, model.revision)
     if args.scheduler.speculative == "mtp":
@@ -270,7 +269,7 @@ def check_ranks(args: EngineArgs) -> torch.device:
 
 
 def row_bytes(args: ModelArgs, device: torch.device) -> int:
-    """The bytes of a row that ranks sum."""
+    """The bytes of one row of hidden states, which the ranks sum."""
     config = load_model_config(args.model, args.revision)
     return config.hidden_size * dtype_of(args.dtype, config, device).itemsize
 
@@ -302,7 +301,7 @@ def _make_pool(args: EngineArgs, model: LoadedModel, ranks: Ranks) -> AdapterPoo
 def _make_drafter(
     args: EngineArgs, model: LoadedModel, decoder: Decoder, num_blocks: int, max_model_len: int
 ) -> Drafter | None:
-    """What drafts tokens by the model's own head, if that is served."""
+    """The Drafter of the model's own multi-token prediction head, if that is served."""
     if model.mtp_head is None:
         return None
     config, size = head_config(model.config), args.cache.block_size
@@ -315,7 +314,7 @@ def _make_drafter(
 
 
 def _backend_name(args: EngineArgs, device: torch.device) -> str:
-    """The LoRA backend. Raises ConfigError if it is to be deterministic and is not."""
+    """The LoRA backend's name. Raises ConfigError if --deterministic doesn't allow it."""
     name = args.lora.lora_backend
     if not args.model.deterministic:
         return name
@@ -330,8 +329,8 @@ def _backend_name(args: EngineArgs, device: torch.device) -> str:
 def _make_check(
     args: EngineArgs, model: LoadedModel, activity: Activity, ranks: Ranks
 ) -> SelfCheck:
-    """A check over the same weights, of one rank by itself, as it goes on beside the steps of all;
-    all that steps write to is there once more."""
+    """A check with the weights of the steps, but with its own copy of all that steps write to. Each
+    rank checks by itself, as checks run beside the steps of all ranks."""
     ops, size = make_ops("auto", model.device), args.cache.block_size
     alone = Solo(ranks)
     return SelfCheck(
@@ -372,13 +371,13 @@ def _end_stage(stages: Stages, name: str, device: torch.device) -> None:
 
 
 class _Copies:
-    """Brings host arrays, which nobody changes any more, to the device. One that was brought lately
-    is not brought again: steps of the same requests have most of them in common."""
+    """Copies host arrays, which must not change any more, to the device, and keeps recent copies:
+    successive steps of the same requests share most arrays."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: OrderedDict[int, tuple[Array, Tensor]] = OrderedDict()
-        """By id; an array that is kept here keeps its id."""
+        """By the array's id, which stays valid as the array is kept too."""
 
     def put(self, array: Array) -> Tensor:
         tensor = torch.from_numpy(array)

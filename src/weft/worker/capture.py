@@ -12,7 +12,7 @@ import torch
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """The end of another graph, found by the collector, would spoil a capture."""
+    """A context without garbage collection, as collecting another graph would spoil a capture."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -26,10 +26,10 @@ def no_garbage_collection() -> Iterator[None]:
 def record(
     forward: Callable[[], None], pool: Any, stream: torch.cuda.Stream | None
 ) -> Callable[[], None]:
-    """Capture what has run once already. Without a GPU, as in tests, it is run each time.
+    """Capture `forward`, which has run before, and return a function that replays it. Without a
+    stream, as in tests without a GPU, that is `forward` itself.
 
-    Torch's own context for captures gives all free memory back to the driver each time, of which
-    the next size would need most again.
+    Torch's own context for captures would give all free memory, which the next one needs, back.
     """
     if stream is None:
         return forward

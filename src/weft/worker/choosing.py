@@ -32,13 +32,14 @@ class SamplingArrays(NamedTuple):
     """The positions that their sampled tokens will have."""
 
     def at(self, position_M: Ints | None) -> SamplingArrays:
-        """The same rows in a step whose sampled tokens will have these positions, one for each."""
+        """The same parameters with the positions that the rows' sampled tokens will have."""
         assert position_M is not None
         return SamplingArrays(*self[:-1], position_M)
 
 
 def part_of(arrays: Rows, begin: int, end: int) -> Rows | None:
-    """The part for sampled rows [begin, end) of a record whose first field has their indices."""
+    """A record's part for the sampled rows [begin, end), whose indices its first field has; they
+    are counted from `begin`. None if it has none of these rows."""
     values: tuple[Any, ...] = arrays
     kept = (values[0] >= begin) & (values[0] < end)
     if not kept.any():
@@ -58,7 +59,7 @@ class BiasArrays(NamedTuple):
 class PenaltyArrays(NamedTuple):
     sampled_P: Ints
     row_P: Ints
-    """Row of the batch, by which the device keeps counts."""
+    """The row of the batch, by which the device keeps token counts."""
     repetition_P: NDArray[np.float32]
     presence_P: NDArray[np.float32]
     frequency_P: NDArray[np.float32]
@@ -71,7 +72,7 @@ class MaskArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShapingArrays:
-    """What changes the logits of sampled rows; None for what no row has."""
+    """What changes the logits of sampled rows; a field is None if no row has it."""
 
     bias: BiasArrays | None
     penalties: PenaltyArrays | None
@@ -86,7 +87,7 @@ class ShapingArrays:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Tokens of a row with penalties when it is admitted; later ones are counted on the device."""
+    """The tokens of a row with penalties at its admission; later ones are counted on the device."""
 
     row: int
     prompt_ids: Ints
@@ -94,7 +95,7 @@ class Counted:
 
 
 class SamplingRows:
-    """How the rows choose tokens at random."""
+    """The sampling parameters of all rows of the batch."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._vocab_size = np.full(num_rows, vocab_size, dtype=np.int64)
@@ -114,8 +115,8 @@ class SamplingRows:
         self._seed[row] = a.seed
 
     def arrays(self, rows: Ints, most: int = FOREVER) -> SamplingArrays | None:
-        """The parameters of sampled rows; the positions, all 0 here, are for `at` to say. `most`:
-        what top_k may be."""
+        """The parameters of the rows that are not greedy, with positions 0, which `at` replaces;
+        None if all are greedy. `most`: the upper limit of top_k."""
         random = np.flatnonzero(self._temperature[rows] > 0)
         if not len(random):
             return None
@@ -134,11 +135,11 @@ class SamplingRows:
 
 
 class ShapingRows:
-    """What changes the logits of the rows."""
+    """What changes the logits, for all rows of the batch: biases, penalties and masks."""
 
     def __init__(self, num_rows: int) -> None:
         self._shaped_until = np.zeros(num_rows, dtype=np.int64)
-        """Position from which on the row's logits are left as they are."""
+        """The position from which on the row's logits are left unchanged."""
         self._masked_until = np.zeros(num_rows, dtype=np.int64)
         self._penalties = np.zeros((num_rows, 3), dtype=np.float32)
         self._penalised = np.zeros(num_rows, dtype=np.bool_)
@@ -146,7 +147,7 @@ class ShapingRows:
         self._biases: dict[int, tuple[Ints, NDArray[np.float32]]] = {}
 
     def admit(self, a: Admitted, vocab_size: int) -> Counted | None:
-        """The tokens to count if the row has penalties."""
+        """Take a request's parameters. Returns its tokens to count if it has penalties."""
         row, params = a.row, a.params
         self._masks.pop(row, None)
         self._biases.pop(row, None)

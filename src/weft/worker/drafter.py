@@ -1,16 +1,16 @@
-"""Runs a model's own head for several tokens behind each step.
+"""Runs a model's own multi-token prediction head behind each step.
 
 All rows of a step go through the head's layer, so that its KV cache has every position that the
-base's has: prompts, decodes, guesses. Where tokens are drafted, the step's samples say which of a
-request's guesses were right, on the device. From the last row that counts the head drafts the
-tokens behind it, one after the other:
+base's has: prompts, decodes, guesses. To draft, the device compares a request's guesses with the
+step's samples. From the last row whose token was right, the head drafts the next tokens, one after
+the other:
 
     step        rows of    a  b  c  d      b, c and d are guesses, the row of c samples x, not d
     drafts from the row of       c         behind x
 
-A draft is chosen as the base chooses a token at its position: with the same noise, so that drafts
-of drawn tokens are right as often as those of the most likely ones, or nearly. Shapes: see
-`weft.worker.drafting`; I hidden size.
+A draft is chosen as the base chooses the token at its position, with the same noise, so that drafts
+are right nearly as often for random sampling as for greedy. Shapes: see `weft.worker.drafting`; I
+hidden size.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from weft.worker.inputs import StepInputs
 
 
 class Drafter:
-    """Owner of the head's KV cache, whose blocks are those of the base's."""
+    """Owner of the head's KV cache, whose blocks have the numbers of the base's."""
 
     def __init__(self, head: MtpHead, cache: KVCache, num_blocks: int, max_model_len: int) -> None:
-        """`cache`: with `num_blocks`, and for each row of the batch with as many more as
-        `more_blocks` says."""
+        """`cache` has `num_blocks` blocks, as the base's cache, and `more_blocks` more for each row
+        of the batch."""
         self._head, self._cache = head, cache
         self._num_blocks, self._max_model_len = num_blocks, max_model_len
         self._device = cache.k.device
         self._staging = Staging(0, self._device)
 
     def run(self, inputs: StepInputs, states_TI: Tensor, ids_N: Tensor | None) -> Tensor | None:
-        """Take a step into the KV cache, and draft, int64 (D, NUM_DRAFTS). `states_TI`: after the
-        base's last norm. `ids_N`: what was sampled. None if nothing is drafted."""
+        """Add a step to the head's KV cache, and draft tokens. Returns int64 (D, NUM_DRAFTS), or
+        None if nothing is drafted. `states_TI`: the states after the base's last norm. `ids_N`: the
+        sampled tokens."""
         assert inputs.next_T is not None
         drafts = inputs.drafts
         sampling = None if drafts is None else drafts.sampling
@@ -82,7 +83,7 @@ class Drafter:
     def _draft(
         self, x_DI: Tensor, position_D: Tensor, table_DB: Tensor, batch: SamplingBatch | None
     ) -> Tensor:
-        """Draft from the head's states of the last rows, at these positions."""
+        """Draft int64 (D, NUM_DRAFTS) from the head's states of D rows at these positions."""
         step = self._step(position_D, table_DB)
         drafts: list[Tensor] = []
         for i in range(NUM_DRAFTS):
@@ -94,7 +95,7 @@ class Drafter:
         return torch.stack(drafts, 1)
 
     def _step(self, position_D: Tensor, table_DB: Tensor) -> StepContext:
-        """One row for each request, at these positions."""
+        """The context of a step with one row at each of these positions."""
         size = self._cache.block_size
         block_D1 = table_DB.gather(1, (position_D // size)[:, None])
         place_D = block_D1[:, 0].long() * size + position_D % size
@@ -113,13 +114,13 @@ class Drafter:
 
 
 def _on_device(sampling: SamplingArrays, parameters: Sequence[Tensor]) -> SamplingBatch:
-    """How drafts are chosen, from the arrays that there are, which are on the device."""
+    """`sampling` with its arrays, as far as they are not None, replaced by `parameters`."""
     each = iter(parameters)
     return SamplingBatch(*(None if array is None else next(each) for array in sampling))  # type: ignore[arg-type]
 
 
 def _choose(logits_DV: Tensor, batch: SamplingBatch | None, position_D: Tensor) -> Tensor:
-    """Choose tokens that will have these positions."""
+    """Choose the tokens at these positions, int64 (D,)."""
     if batch is None:
         return logits_DV.argmax(-1)
     return sample(logits_DV, replace(batch, position_M=position_D[batch.random_M]))

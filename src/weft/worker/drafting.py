@@ -1,7 +1,7 @@
-"""Builds the inputs of steps behind which a model's own head for several tokens drafts.
+"""Builds the inputs of steps behind which a model's own multi-token prediction head drafts.
 
-Shapes: see `weft.worker.inputs`. Of D requests tokens are drafted; of each the step computes at
-most G tokens that sample, the first of them known to be right and the others guesses.
+Shapes: see `weft.worker.inputs`. Tokens are drafted for D requests. For each, the step computes at
+most G tokens that sample: the first is known to be right, and the others are guesses.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from weft.worker.inputs import Array, DraftArrays, RowState, StepInputs
 
 
 def more_blocks(block_size: int) -> int:
-    """How many blocks the drafts of a request may take that it does not hold."""
+    """How many blocks, beyond its own, the drafts of a request may take."""
     return -(-(NUM_DRAFTS - 1) // block_size)
 
 
 class DraftingRows(RowState):
-    """The rows of a model whose head for several tokens is served."""
+    """The RowState of a model whose multi-token prediction head drafts."""
 
     def build(self, plan: StepPlan) -> StepInputs:
         inputs = super().build(plan)
@@ -52,7 +52,7 @@ class DraftingRows(RowState):
         )
 
     def _tables(self, rows: Ints, num_blocks_D: Ints) -> Array:
-        """See `DraftArrays.block_table_DB`; of rows that hold so many blocks."""
+        """`DraftArrays.block_table_DB` of these rows, each of which holds `num_blocks_D` blocks."""
         num_more = more_blocks(self._block_size)
         table_DB = np.zeros((len(rows), num_blocks_D.max() + num_more), dtype=np.int32)
         width = min(table_DB.shape[1], self._blocks.shape[1])

@@ -31,12 +31,12 @@ from weft.worker.sizes import token_sizes
 from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
 
 PROMPT_ROWS = 256
-"""Positions of prompts whose logits are computed at a time."""
+"""How many positions of prompts have their logits computed at a time, for log-probabilities."""
 
 
 class StepExecutor:
-    """Owner of the tokens sampled last, which stay on the device, by row of the batch, and feed
-    the next step: it can be launched before they are known on the host."""
+    """Runs steps. It keeps the last sampled token of each row of the batch on the device, to feed
+    the next step, which can so be launched before the host knows these tokens."""
 
     def __init__(
         self,
@@ -51,19 +51,19 @@ class StepExecutor:
         self._decoder, self._kv = decoder, kv
         self._drafter = drafter
         self._states = [states.unbind(1) for states in stacked(kv)]
-        """By number, those of all layers."""
+        """By layer and number."""
         self._pool, self._lora = pool, lora
         self._sampler = sampler
         self._put: Put = sampler.put
-        # One row more than there are, for what pads a step.
+        # One row more than the batch has, for padding.
         self._last_token_R = torch.zeros(num_rows + 1, dtype=torch.int64, device=decoder.device)
         self._staging = Staging(0, decoder.device)
         self.graphs: StepGraphs | None = None
         """None: all steps run eagerly."""
 
     def make_graphs(self, num_table_blocks: int, max_num_batched_tokens: int) -> None:
-        """Make the graphs of steps, with `num_table_blocks` for the longest context, where there is
-        a GPU; none is captured yet."""
+        """Prepare the graphs of steps, if on a GPU, without capturing any. `num_table_blocks`: the
+        blocks of the longest context."""
         if self._decoder.device.type != "cuda" or not self._decoder.is_capturable:
             return
         with_lora = self._lora.reserve(max_num_batched_tokens)
@@ -78,15 +78,15 @@ class StepExecutor:
         )
 
     def launch(self, steps: Iterable[StepInputs]) -> None:
-        """Launch all kernels of graphs, and of steps such as these without graphs, so that they can
-        be compiled side by side."""
+        """Launch all kernels of the graphs, and of these steps without graphs, so that they can be
+        compiled in parallel."""
         if self.graphs is not None:
             self.graphs.rehearse()
         self.rehearse(steps)
 
     def rehearse(self, steps: Iterable[StepInputs]) -> None:
-        """Run steps with few layers and without graphs, so that the device has loaded what they
-        take before requests need it."""
+        """Run steps with few layers and without graphs, so that the device has loaded what they use
+        before requests need it."""
         short = copy.copy(self)
         short.graphs = None
         short._decoder, layers = self._decoder.abridged()
@@ -97,7 +97,7 @@ class StepExecutor:
                 to_host(sampled)
 
     def capture(self) -> bool:
-        """Capture the graphs, and return whether there are any."""
+        """Capture the graphs. Returns whether there are any."""
         if self.graphs is None:
             return False
         self.graphs.capture()
@@ -106,7 +106,7 @@ class StepExecutor:
         return True
 
     def run(self, inputs: StepInputs) -> Sampled:
-        """Run a step; what it gives is on the device."""
+        """Run a step. The tensors of the result are on the device."""
         self._sampler.admit(inputs.counted)
         logits_NV = prompt = pooled_PI = hidden_TI = None
         slots = [slot for slot, _, _ in inputs.segments]
@@ -133,8 +133,8 @@ class StepExecutor:
     def _draft(
         self, inputs: StepInputs, hidden_TI: Tensor | None, ids_N: Tensor | None
     ) -> Tensor | None:
-        """Let the head for several tokens, if there is one, follow a step; see `Drafter.run`.
-        `hidden_TI`: None if a graph gave it."""
+        """Run the multi-token prediction head, if there is one, behind a step; see `Drafter.run`.
+        `hidden_TI`: None if a graph computed it."""
         if self._drafter is None:
             return None
         if hidden_TI is None:
@@ -143,7 +143,7 @@ class StepExecutor:
         return self._drafter.run(inputs, hidden_TI, ids_N)
 
     def _copy_states(self, copies: Copies) -> None:
-        """Copy recurrent states of all layers: (from, to) each."""
+        """Copy recurrent states in all layers; `copies` are (source, destination)."""
         for source, dest in copies:
             for states in self._states:
                 states[dest].copy_(states[source])
@@ -157,8 +157,8 @@ class StepExecutor:
     def _run_eagerly(
         self, inputs: StepInputs
     ) -> tuple[Tensor, Tensor | None, Logprobs | None, Tensor | None]:
-        """The states after the last norm (T, I); fp32 logits (N, V) if any row is sampled; and, if
-        asked for, the log-probabilities of prompts and pooled states (P, I)."""
+        """Returns the states after the last norm (T, I); fp32 logits (N, V) if any row is sampled;
+        and, if asked for, the prompts' log-probabilities and the pooled states (P, I)."""
         step = self._on_device(inputs)
         hidden_TI = hidden_states(self._decoder, step, self._kv)
         logits_NV = None
@@ -243,7 +243,7 @@ class StepExecutor:
 
 
 def _pooled(hidden_TI: Tensor, pooled: Sequence[PooledRows]) -> Tensor:
-    """The sums of the hidden states of each group of rows, fp32 (P, I). A group's sum has the same
+    """For each of `pooled`, the sum of its rows' hidden states: fp32 (P, I). A sum has the same
     bits whatever else is in the step."""
     sums = [hidden_TI[rows.first : rows.end].sum(0, dtype=torch.float32) for rows in pooled]
     return torch.stack(sums)

@@ -1,4 +1,4 @@
-"""The weights of a whole model, of which every rank holds a share."""
+"""Gathers weights of the whole model from the ranks, each of which holds a share."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from weft.models.loading import LoadedModel
 from weft.models.weights import Weights
 
 GetShares = Callable[[str, str], Sequence[Tensor]]
-"""The other ranks' parts of a weight, in their order; see `share_of_weight`."""
+"""(kind, name) -> the other ranks' parts of a weight, in rank order; see `share_of_weight`."""
 
 
 def share_of_weight(weights: Weights, kind: str, name: str) -> Tensor:
-    """One rank's part of a weight, in the serving dtype: a matrix or bias by its key, or a norm by
-    its name. The bias must be one of which each rank has a part."""
+    """One rank's part of a weight, in the serving dtype. `kind`: "matrix" or "bias", where `name`
+    is its key, or "norm". A bias must be one of which each rank has a part."""
     if kind == "matrix":
         return weights.matrices[name].dequantized(weights.dtype)
     return weights.biases[name] if kind == "bias" else weights.norms[name]
 
 
 class GatheredWeights:
-    """The `weft.checkpoint.base.BaseWeights` of a model that is cut. A weight is put together when
-    it is asked for: some adapters are packed from it."""
+    """The `weft.checkpoint.base.BaseWeights` of a model that is divided over ranks. A weight is
+    gathered only when an adapter that is packed from it needs it."""
 
     def __init__(self, model: LoadedModel, shards: Sequence[Shard], others: GetShares) -> None:
         """`model`: the first rank's share. `shards`: all ranks'."""
@@ -67,7 +67,7 @@ class GatheredWeights:
         return whole
 
     def _shares(self, kind: str, target: Target) -> list[tuple[Shard, Tensor]]:
-        """Each rank's part of what belongs to a target."""
+        """Each rank's shard, and its part of a target's matrix or bias."""
         key = self._shards[0].whole.groups[target.group].packed.key
         own = share_of_weight(self._weights, kind, key)
         mine = self._shards[0].own.targets[target.slice]

@@ -1,14 +1,14 @@
 """CUDA graphs of steps: one launch in place of several hundred.
 
-A graph computes logits from inputs at fixed places. Graphs are captured for some sizes, and steps
-in between are padded. Each size has up to three graphs: one without adapters, one with adapters
-that leave experts alone, and one with adapters that change experts. As kernels find adapters,
-contexts and chunks of prompts through tables in device memory, each graph serves every mix of
-adapters, ranks and lengths.
+A graph computes logits from inputs at fixed addresses. Graphs are captured for some sizes, and
+steps in between are padded. Each size has up to three graphs: one without adapters, one for
+adapters that change no experts, and one for adapters that do. As kernels find adapters, contexts
+and chunks of prompts through tables in device memory, each graph serves every mix of adapters,
+ranks and lengths.
 
-Steps of decodes only have graphs of their own, by the number of sequences. Other steps have theirs
-by the number of tokens: up to MANY_TOKENS, and for as many as a step may have, which most steps
-have while prompts wait.
+Decode-only steps have graphs by the number of sequences, and other steps by the number of tokens:
+up to MANY_TOKENS, and one for the most tokens that a step may have, as most steps have while
+prompts wait.
 
 Shapes: T tokens and S sequences of a step, both padded to sizes that were captured, W blocks of the
 longest context possible, V vocabulary.
@@ -42,16 +42,16 @@ MAX_CHUNKS = 64
 """The most chunks of prompts that a step with a graph may have."""
 
 CHUNK_TOKENS = 8
-"""A step of chunks that are shorter on average takes a graph of more tokens. Room for more chunks
-would cost all other steps: each has some hundred programs in every layer that find no rows."""
+"""A step whose chunks are shorter on average takes a graph of more tokens. Room for more chunks
+would slow down all other steps, in which each unused one has some hundred idle programs a layer."""
 
 MAX_CONTEXT = 8192
-"""Tokens of a decode in a mixed step with a graph: its context is not cut into parts there, as
-they would have to follow from the number of decodes."""
+"""The longest context of a decode in a mixed step with a graph, where contexts are not cut into
+parts, as the cuts would depend on the number of decodes."""
 
 
 _Kind = Literal["base", "linear", "experts"]
-"""What the adapters of a step change: there are none, linear layers but no experts, or both."""
+"""base: the step has no adapters. linear: its adapters change no experts. experts: some do."""
 
 
 class _Form(NamedTuple):
@@ -60,13 +60,13 @@ class _Form(NamedTuple):
     num_tokens: int
     num_seqs: int
     num_tiles: int
-    """Tiles of chunks; 0: there are decodes only, each of which samples."""
+    """The tiles of rows for chunks; 0: there are only decodes, each of which samples."""
     has_states: bool
     """Whether the model has recurrent states."""
 
     @property
     def num_runs(self) -> int:
-        """The most sequences of several rows whose states are computed in chunks."""
+        """The most sequences of several rows in the step, if the model has recurrent states."""
         wanted = self.has_states and self.num_tiles > 0
         return min(self.num_seqs, self.num_tokens // 2, MAX_CHUNKS) if wanted else 0
 
@@ -75,19 +75,19 @@ Buffer = TypeVar("Buffer", NDArray[Any], Tensor)
 
 
 class _StepParts(NamedTuple, Generic[Buffer]):
-    """What a step reads, as views of one buffer of 32-bit words: arrays on the host, tensors on
-    the device. Each part begins at a multiple of 16 bytes, as kernels like it.
+    """The inputs of a step, as views of one buffer of 32-bit words: arrays on the host, tensors on
+    the device. Each part begins at a multiple of 16 bytes, which makes kernels faster.
 
         0                                          words of the form      words of the step
         | ids | row | position | place | carried | lengths | sampled | pairs | tiles | blocks |
         |   8 bytes each, T of each    | 1, T    | 4, S    | 8, S    | 8, S  | 16    | 4      |
                                                            '-- none for decodes --'
 
-    and ahead of the blocks, for models with recurrent states, what `StateWork` has.
+    and before the blocks, for models with recurrent states, the tables of `StateWork`.
 
-    All but the last have sizes that follow from the form, so that a captured step finds them where
-    they always are. The block tables, which are as wide as the step's longest context, are copied
-    from the end of the buffer to a place of full width.
+    The sizes of all parts but the last follow from the form, so a captured step finds them at fixed
+    addresses. The block tables, which are as wide as the step's longest context, are copied from
+    the end of the buffer to tables of full width.
     """
 
     ids_T: Buffer
@@ -114,11 +114,11 @@ class _StepParts(NamedTuple, Generic[Buffer]):
     state_runs: Buffer
     """int32 (runs, 6)"""
     blocks: Buffer
-    """int32, the block tables, one after the other, and on the host the room behind them."""
+    """int32, the block tables, one after the other; on the host, all the rest of the buffer."""
 
 
 class _Outputs(NamedTuple):
-    """What a step gives, at fixed places that the next run overwrites."""
+    """The outputs of a step, at fixed addresses that the next run overwrites."""
 
     logits_SV: Tensor
     """fp32"""
@@ -127,8 +127,8 @@ class _Outputs(NamedTuple):
 
 
 class StepGraphs:
-    """Captured steps over a model and its caches. `lora` None: its kernels can't be
-    captured, and steps with adapters run without a graph."""
+    """Captured steps over a model and its caches. `lora` None: the backend's kernels can't be
+    captured, so steps with adapters run without a graph."""
 
     def __init__(
         self,
@@ -141,8 +141,8 @@ class StepGraphs:
         gives_hidden: bool = False,
     ) -> None:
         """`last_token_R`: the last token of every row of the batch, and one more for padding.
-        `num_table_blocks`: W. `token_sizes`: tokens of the mixed steps to capture, rising.
-        `gives_hidden`: whether `hidden` is asked for."""
+        `num_table_blocks`: W. `token_sizes`: tokens of the mixed steps to capture, ascending.
+        `gives_hidden`: whether `hidden` will be called."""
         short, layers = decoder.abridged()
         self._whole, self._short = (decoder, kv), (short, [kv[i] for i in layers])
         self._lora = lora
@@ -156,7 +156,7 @@ class StepGraphs:
         largest = max(_num_words(form) for form in (self._decodes[-1], self._mixed[-1]))
         self._staging = Staging(largest + max_seqs * num_table_blocks, self._device)
         self._host_parts: dict[tuple[int, _Form], _StepParts[NDArray[Any]]] = {}
-        """By the host's buffer, which stays where it is, and the form."""
+        """By the staging's host buffer, of which there are several, and the form."""
         make = self._make
         self._table_SW = make((max_seqs, num_table_blocks), torch.int32)
         most = max(max_seqs, token_sizes[-1])
@@ -168,14 +168,14 @@ class StepGraphs:
         self._replays: dict[tuple[_Form, _Kind], Callable[[], None]] = {}
 
     def rehearse(self) -> None:
-        """Launch the kernels of all sizes, which are to be compiled side by side."""
+        """Launch the kernels of all sizes, so that they can be compiled in parallel."""
         for form in (*self._decodes, *self._mixed):
             for _, forward in self._steps(form, *self._short):
                 forward()
 
     def capture(self) -> None:
-        """Capture all sizes, the largest first, so that the smaller ones use its memory. Before
-        that, each is run with a few layers, as the first run of a kernel can't be captured."""
+        """Capture all sizes, the largest first, so that smaller ones reuse its memory. Each is run
+        with a few layers before, as the first run of a kernel can't be captured."""
         pool = stream = None
         if self._device.type == "cuda":
             pool = torch.cuda.graph_pool_handle()
@@ -191,7 +191,7 @@ class StepGraphs:
     def _steps(
         self, form: _Form, decoder: Decoder, kv: list[LayerCache]
     ) -> list[tuple[_Kind, Callable[[], None]]]:
-        """The step of a form, of each kind, over inputs of nothing but padding."""
+        """For each kind, a function that runs the form's step; its inputs are set to padding."""
         num_words = _num_words(form)
         parts = self._on_host(form)
         self._lay_out([0], np.zeros(0, np.int32), form, parts)
@@ -217,7 +217,7 @@ class StepGraphs:
         return self._outputs.logits_SV[: len(inputs.sampled_rows_N)]
 
     def hidden(self, num_tokens: int) -> Tensor:
-        """The states after the last norm that the last run gave, (T, I)."""
+        """The states after the last norm in the last run, (T, I)."""
         assert self._outputs.hidden_TI is not None
         return self._outputs.hidden_TI[:num_tokens]
 
@@ -234,7 +234,7 @@ class StepGraphs:
         return _Form(num_tokens, min(num_tokens, max_seqs), num_tiles, has_states)
 
     def _form(self, inputs: StepInputs) -> _Form | None:
-        """The smallest that a step may fit into."""
+        """The smallest form that a step may fit into; None: it runs without a graph."""
         num_tokens = len(inputs.ids_T)
         decodes = len(inputs.seq_lens_S) == num_tokens == len(inputs.sampled_rows_N)
         forms = self._decodes if decodes else self._mixed
@@ -254,7 +254,7 @@ class StepGraphs:
     # -- inputs --------------------------------------------------------------------------------
 
     def _on_host(self, form: _Form) -> _StepParts[NDArray[Any]]:
-        """The host's side of what a step of the form reads, to be filled."""
+        """The host arrays for the inputs of a step of this form, to be filled."""
         words, at = self._staging.begin(), (self._staging.turn, form)
         parts = self._host_parts.get(at)
         if parts is None:
@@ -264,7 +264,7 @@ class StepGraphs:
         return parts
 
     def _stage(self, inputs: StepInputs, form: _Form) -> bool:
-        """Bring a step's inputs to their places: one copy from the host. Whether they fit."""
+        """Copy a step's inputs to the device, all at once. Returns whether they fit the form."""
         table_SB, lengths = inputs.block_table_SB, inputs.seq_lens_S
         num_tokens, (num_seqs, width) = len(inputs.ids_T), table_SB.shape
         num_words = _num_words(form)
@@ -298,7 +298,7 @@ class StepGraphs:
         form: _Form,
         parts: _StepParts[NDArray[Any]],
     ) -> bool:
-        """Which rows go to which kernel. Whether there is room."""
+        """Fill `pairs` and `tiles`: which rows attention computes how. Returns whether they fit."""
         if not form.num_tiles:
             return True
         num_padding = form.num_tokens - query_start[-1]
@@ -312,7 +312,7 @@ class StepGraphs:
         return True
 
     def _pad(self, parts: _StepParts[NDArray[Any]], num_tokens: int, num_seqs: int) -> None:
-        """Fill in tokens and sequences beyond a step's own, that read no cache and write none."""
+        """Fill the tokens and sequences beyond a step's own with ones that touch no cache."""
         parts.ids_T[num_tokens:] = 0
         parts.row_T[num_tokens:] = len(self._last_token_R) - 1
         parts.position_T[num_tokens:] = 0
@@ -334,7 +334,7 @@ class StepGraphs:
     def _forward(
         self, form: _Form, kind: _Kind, decoder: Decoder, kv: list[LayerCache]
     ) -> Callable[[], None]:
-        """The step of a form as a function of what lies at the fixed places."""
+        """A function that runs a step of this form on the inputs at the fixed addresses."""
         parts = _on_device(self._staging.device_words[: _num_words(form)], form)
         mixed = form.num_tiles > 0
         work = RowWork(form.num_seqs, *((parts.pairs, parts.tiles) if mixed else (None, None)))
@@ -371,19 +371,19 @@ class StepGraphs:
 
 
 def most_tiles(num_tokens: int, num_groups: int) -> int:
-    """How many tiles a graph of so many tokens has room for."""
+    """How many tiles a graph of `num_tokens` tokens has room for."""
     return _whole_tiles(num_tokens, num_groups) + min(num_tokens // CHUNK_TOKENS + 1, MAX_CHUNKS)
 
 
 def _whole_tiles(num_tokens: int, num_groups: int) -> int:
-    """How many tiles a chunk of so many tokens takes."""
+    """How many tiles a chunk of `num_tokens` tokens takes."""
     return -(-num_tokens // (tile_rows(num_groups) // num_groups))
 
 
 def _lay_out_states(
     work: tuple[Table, Table, Table], form: _Form, parts: _StepParts[NDArray[Any]]
 ) -> bool:
-    """Which rows read and write which states. Whether there is room."""
+    """Fill the tables of rows and recurrent states. Returns whether they fit."""
     decodes, chunks, runs = work
     if len(chunks) > len(parts.state_chunks) or len(runs) > len(parts.state_runs):
         return False
@@ -409,7 +409,7 @@ class _Place(NamedTuple):
 
 @cache
 def _places(form: _Form) -> tuple[tuple[_Place, ...], int]:
-    """Where all parts but the last lie, in the order of `_StepParts`, and the words they take."""
+    """Where all parts but the last lie, in `_StepParts`' order, and how many words they take."""
     tokens, mixed = (form.num_tokens,), form.num_seqs if form.num_tiles else 0
     wanted: list[tuple[str, tuple[int, ...]]] = [
         *[("int64", tokens)] * 4,
@@ -432,7 +432,7 @@ def _places(form: _Form) -> tuple[tuple[_Place, ...], int]:
 
 
 def _num_words(form: _Form) -> int:
-    """The words of all parts but the last."""
+    """How many words all parts but the last take."""
     return _places(form)[1]
 
 

@@ -4,10 +4,10 @@
 
 A file is named by the adapter's digest and by a key of all else that its bytes depend on: the
 base, the dtype, the layout, this format. It appears by a rename, so that processes may share a
-folder, and what is not exactly what was written is dropped, never served.
+folder. A file that is not exactly as it was written is deleted, never served.
 
-Files are read, not mapped: a mapped file that somebody truncates kills the process, and reading
-into memory that is there already takes as long as mapping.
+Files are read, not mapped: if a mapped file is truncated, the process is killed, and reading into
+allocated memory takes no longer than mapping.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PAUSE_S = 0.004
 MAX_HEADER_BYTES = 64 << 20
 SUFFIX, PART = ".image", ".part"
 STALE_S = 3600.0
-"""A file that is not finished after so long was left by a process that died."""
+"""A file that is unfinished after this time was left by a process that died."""
 
 _PREFIX = len(MAGIC) + 4 + 8
 
@@ -70,8 +70,8 @@ def default_folder() -> Path:
 
 
 def fingerprint(table: TargetTable, weights: Path | None, *more: str) -> str:
-    """What tells a base model from others: its projections and, as some adapters are packed from
-    the base's weights, the files of those by name, size and time. `more`: what else does."""
+    """A hash that identifies a base model: of its projections and, as some adapters are packed from
+    the base's weights, of its weight files' paths, sizes and times. `more`: further texts."""
     files: list[tuple[str, int, int]] = []
     if weights is not None:
         for path in sorted(weights.glob("*.safetensors")):
@@ -86,9 +86,9 @@ class _Unfit(Exception):
 
 
 class ImageStore:
-    """Images of one base in a folder that may hold those of others. Any thread. Nothing here raises
-    for what is wrong with the folder: a warning is logged once, failures are counted, and adapters
-    come from their own folders."""
+    """Image files of one base model, in a folder that may have those of others. For any thread. No
+    error of the folder is raised: the first one is logged, all are counted, and adapters are then
+    read from their own folders."""
 
     def __init__(
         self,
@@ -99,9 +99,9 @@ class ImageStore:
         num_ranks: int = 1,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """base: its `fingerprint`. max_bytes: of all files in the folder; those that were used
-        least recently go. num_ranks: of which images hold the parts. is_busy: whether steps run,
-        for which writing stands back."""
+        """base: its `fingerprint`. max_bytes: of all files in the folder; beyond it, the least
+        recently used are removed. num_ranks: how many ranks' parts an image has. is_busy: whether
+        steps run; writing then makes pauses."""
         self._is_busy = is_busy
         self._folder = folder
         self._num_ranks = num_ranks
@@ -118,8 +118,8 @@ class ImageStore:
                 self._bound()
 
     def load(self, digest: str, into: torch.Tensor | None = None) -> AdapterImage | None:
-        """The image of an adapter, if it is there; its data in `into` (bytes) if that is given.
-        Raises MemoryError."""
+        """The image of an adapter, or None. Its data are read into `into` (bytes) if that is given,
+        else into new memory. Raises MemoryError."""
         path = self._path(digest)
         image = None
         try:
@@ -140,7 +140,7 @@ class ImageStore:
         return image
 
     def has(self, digest: str) -> bool:
-        """Whether there is a file for an adapter, right or not."""
+        """Whether there is a file for an adapter, intact or not."""
         try:
             return self._path(digest).exists()
         except OSError as error:
@@ -148,7 +148,7 @@ class ImageStore:
             return False
 
     def save(self, image: AdapterImage) -> None:
-        """Write an image unless it is there. Its data must not change meanwhile."""
+        """Write an image, unless it has a file already. Its data must not change meanwhile."""
         path = self._path(image.digest)
         if image.num_bytes > self._max_bytes or self.has(image.digest):
             return
@@ -169,7 +169,7 @@ class ImageStore:
                 self._bound()
 
     def stats(self) -> TierStats:
-        """Files and bytes are those of the whole folder, as far as this process knows."""
+        """Figures; files and bytes are of the whole folder, as far as this process knows."""
         return self._stats
 
     # -- one file ------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class ImageStore:
         return self._folder / f"{digest}-{self._key[:16]}{SUFFIX}"
 
     def _open(self, path: Path) -> io.FileIO:
-        """Open a file for reading, and nothing that stands in its place."""
+        """Open a regular file for reading. Raises _Unfit for anything else, OSError."""
         try:
             return io.FileIO(open_beneath(self._folder, path.name), "rb")
         except OSError as error:
@@ -187,7 +187,7 @@ class ImageStore:
             raise
 
     def _write(self, file: io.FileIO, image: AdapterImage) -> int:
-        """Write an image; the size of the file in bytes."""
+        """Write an image. Returns the size of the file in bytes."""
         said = {"key": self._key, **vars(image), "layout": vars(image.layout)}
         del said["data"]
         header = json.dumps(said).encode()
@@ -234,7 +234,7 @@ class ImageStore:
     # -- the folder ----------------------------------------------------------------------------
 
     def _bound(self) -> None:
-        """Count what is in the folder, and remove what exceeds the bound."""
+        """Count the files in the folder, and remove the oldest ones beyond the bound."""
         found: list[tuple[float, int, Path]] = []
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # another process removed it
@@ -295,9 +295,9 @@ def _data_start(header: bytes) -> int:
 
 
 def _add(chunk: Bytes, checksum: int) -> int:
-    """The checksum with a chunk more: CRC-32 of the sum of each page's 64-bit words. It sees any
-    change within one word of a page, and pages that are lost, zeroed or exchanged, at the speed of
-    memory; CRC-32 of all bytes takes five times as long."""
+    """The checksum continued by a chunk: CRC-32 of the sum of each page's 64-bit words. It detects
+    any change within one word of a page, and pages that are lost, zeroed or exchanged, at memory
+    speed; CRC-32 of all bytes takes five times as long."""
     whole = len(chunk) - len(chunk) % PAGE
     words = chunk[:whole].view(np.uint64).reshape(-1, PAGE // 8)
     checksum = zlib.crc32(np.add.reduce(words, axis=1).data, checksum)
@@ -305,7 +305,7 @@ def _add(chunk: Bytes, checksum: int) -> int:
 
 
 def _fill(data: torch.Tensor, file: io.FileIO, checksum: int) -> int:
-    """Read all of `data` from the file; the checksum."""
+    """Fill `data` from the file. Returns the continued checksum. Raises _Unfit if it is short."""
     target = _bytes(data)
     for begin in range(0, len(target), CHUNK):
         chunk = target[begin : begin + CHUNK]
@@ -327,8 +327,8 @@ _hints = cache(get_type_hints)
 
 
 def _record(kind: Any, said: Any) -> Any:
-    """A value of this type from what `asdict` and JSON made of one: records of plain values,
-    tuples, and records, which may be None."""
+    """A value of type `kind` from its JSON: dataclasses become objects of theirs again, and lists
+    become tuples."""
     if get_origin(kind) is UnionType:
         kind = next((each for each in get_args(kind) if is_dataclass(each)), None)
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(said, dict):

@@ -38,7 +38,7 @@ _LAST, _MEAN = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class PromptArrays:
-    """Positions of prompts whose logits are asked for, in the order of the T tokens (L of T)."""
+    """The L positions of prompts, of the T tokens and in their order, that need logits."""
 
     token_L: Ints
     """The index of the position among the T tokens."""
@@ -49,13 +49,13 @@ class PromptArrays:
     """(entry of the plan, its positions, alternatives asked for), in order."""
 
     def segments(self, begin: int, end: int) -> Segments:
-        """The segments of the positions [begin, end), as `StepInputs.segments` has them."""
+        """The segments of the positions [begin, end), counted from `begin`."""
         firsts = np.arange(end - begin)
         return _segments(self.slot_L[begin:end], firsts, firsts + 1)
 
 
 class PooledRows(NamedTuple):
-    """Consecutive rows, of the T tokens, whose hidden states are summed up."""
+    """Consecutive rows [first, end) of the T tokens, whose hidden states are summed."""
 
     entry: int
     """The entry of the plan."""
@@ -67,24 +67,23 @@ class DraftArrays(NamedTuple):
     """The requests for which a step drafts tokens."""
 
     entries: list[int]
-    """Of the plan."""
+    """The requests' entries of the plan."""
     sample_DG: Ints
-    """The indices of their samples, among the N; the last one again where there are fewer."""
+    """The indices of each request's samples among the N; if fewer than G, the last is repeated."""
     token_DG: Ints
-    """Those of the tokens that these come after, among the T."""
+    """The indices, among the T, of the tokens that these samples come after."""
     guess_DG: Ints
-    """(D, G - 1): the guesses, each of which is right if the sample ahead of it is that token; -1
-    where there are fewer."""
+    """(D, G - 1): the guesses; each is right if it equals the sample before it. -1: no guess."""
     block_table_DB: Array
-    """int32, their blocks, and behind these -1, -2 and so on for blocks that drafts alone use:
-    those of row 0 of the batch, then of row 1."""
+    """int32, each request's blocks, and behind them -1, -2 and so on: numbers of blocks that only
+    drafts use, first those of row 0 of the batch, then of row 1."""
     sampling: SamplingArrays | None = None
-    """How drafts are chosen, without positions; its rows are those of D. None: greedily."""
+    """How drafts are chosen, without positions; its rows are indices among D. None: greedily."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Host arrays of one step; nothing in here aliases state that later steps change."""
+    """Host arrays of one step. None of them is a view of state that later steps change."""
 
     ids_T: Ints
     from_device_T: NDArray[np.bool_] | None
@@ -104,42 +103,42 @@ class StepInputs:
     slot_N: NDArray[np.int32]
     sampled_segments: Segments
     plan_order_N: Ints
-    """Puts the sampled tokens into the plan's order, those of one entry one after the other."""
+    """The permutation of the sampled tokens into the plan's order."""
     sampling: SamplingArrays | None
-    """Without positions, so that decodes of the same rows, step after step, have the same ones."""
+    """Without positions, so that successive decodes of the same rows share these arrays."""
     position_M: Ints | None
     """The positions that the tokens of `sampling` will have."""
     shaping: ShapingArrays | None
     counted: list[Counted]
     prompt: PromptArrays | None
     num_logprobs_N: Ints | None
-    """Alternatives asked for, -1 for none at all; None if nobody asked."""
+    """How many alternatives are asked for; -1: no log-probability. None: no request wants any."""
     state_S: Ints | None = None
     """The recurrent state that each sequence has after the step; None: the model has none."""
     source_S: Ints | None = None
-    """The one that it has before the step; None: the same. See `StateRows`."""
+    """The one that each sequence has before the step; None: the same. See `StateRows`."""
     lag_S: Ints | None = None
-    """How many tokens that were guessed right its state lacks; None: none does."""
+    """How many right guesses each sequence's state lacks; None: none lacks any."""
     restored: Copies = ()
     """(snapshot, recurrent state): copied before the step."""
     snapshots: Copies = ()  # (recurrent state, snapshot): copied after it
     pooled: tuple[PooledRows, ...] = ()
     next_T: Ints | None = None
-    """The token behind each one, as far as it is known; what is sampled is not known yet, and takes
-    the place of what stands there. None: the model has no head that drafts."""
+    """The token behind each one. If this step samples it, the value here is arbitrary, and replaced
+    on the device. None: the model has no head that drafts."""
     drafts: DraftArrays | None = None
-    """The requests for which it drafts; None: there are none."""
+    """The requests for which the step drafts tokens; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mix:
-    """The rows of a step, and what follows from them, however far they are. Decodes of the same
-    rows, step after step, share one."""
+    """The rows of a step, and all that follows from them and not from their positions. Successive
+    decodes of the same rows share one."""
 
     planned: list[int]
     """The rows in the order of the plan."""
     order: Ints
-    """Puts the plan's entries into the order of the sequences."""
+    """The permutation of the plan's entries into the order of the sequences."""
     layout: Layout
     row_S: Ints
     slot_S: NDArray[np.int32]
@@ -155,12 +154,12 @@ class _Mix:
     num_logprobs_N: Ints | None
     state_S: Ints | None
     carried: tuple[Ints, NDArray[np.bool_]] | None = None
-    """The token ids and `from_device_T`, once only the device knows all of the tokens: it then does
-    in all later steps of these rows, too."""
+    """The token ids and `from_device_T`, once all tokens are known to the device only, as they are
+    then in all later steps of these rows."""
 
 
 class RowState:
-    """What is kept of running requests between steps, indexed by their row."""
+    """Host arrays of the running requests, indexed by row, which are kept between steps."""
 
     def __init__(self, num_rows: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
         self._block_size = block_size
@@ -168,24 +167,24 @@ class RowState:
         blocks = -(-max_model_len // block_size)
         self._tokens = np.empty((num_rows, max_model_len), dtype=np.int32)
         self._known = np.zeros(num_rows, dtype=np.int64)
-        """Tokens in `_tokens`; what comes after them only the device knows."""
+        """How many tokens of a row are in `_tokens`; later ones are known to the device only."""
         self._blocks = np.zeros((num_rows, blocks), dtype=np.int32)
         self._slot = np.full(num_rows, -1, dtype=np.int32)
         self._state = np.full(num_rows, -1, dtype=np.int64)
         self._active_from = np.zeros(num_rows, dtype=np.int64)
-        """Position from which on the row's slot counts."""
+        """The position from which on the row's adapter is active."""
         self._num_prompt = np.zeros(num_rows, dtype=np.int64)
         self._logprobs = np.full(num_rows, -1, dtype=np.int64)
         self._prompt_logprobs = np.full(num_rows, -1, dtype=np.int64)
         self._pooling: NDArray[np.int8] | None = None
         """An index of _POOLINGS; None: no request was pooled so far."""
         self._decodes: _Mix | None = None
-        """That of the last step of decodes alone, if no row was admitted since."""
+        """The _Mix of the last decode-only step, if no row was admitted since."""
         self._sampling = SamplingRows(num_rows, vocab_size)
         self._shaping = ShapingRows(num_rows)
 
     def build(self, plan: StepPlan) -> StepInputs:
-        """The inputs of a plan that is not empty; plans are built in their order."""
+        """The inputs of a plan that is not empty. Call it for all such plans, in their order."""
         counted = [c for c in map(self._admit, plan.admitted) if c is not None]
         if plan.new_blocks:
             row, index, block = np.array(plan.new_blocks, dtype=np.int64).T
@@ -241,7 +240,7 @@ class RowState:
         return mix
 
     def _fed(self, inputs: StepInputs, fed: list[tuple[int, int, int]]) -> StepInputs:
-        """The inputs with the tokens that the plan itself has."""
+        """The inputs with the tokens of `StepPlan.fed`."""
         row, position, token = np.array(fed, dtype=np.int64).T
         self._tokens[row, position] = token
         fed_from = np.full(len(self._known), FOREVER, dtype=np.int64)
@@ -307,7 +306,7 @@ class RowState:
         )
 
     def _tokens_at(self, mix: _Mix, positions_T: Ints) -> tuple[Ints, NDArray[np.bool_] | None]:
-        """Token ids, and which of them only the device knows; None: none."""
+        """Token ids, and a mask of those that only the device knows; None: it has none of them."""
         from_device_T = positions_T >= self._known[mix.row_T]
         if not from_device_T.all():
             ids_T = self._ids(mix.row_T, positions_T, from_device_T)
@@ -344,7 +343,7 @@ class RowState:
     def _pooled(
         self, mix: _Mix, seq_lens: Ints, pooling_R: NDArray[np.int8]
     ) -> tuple[PooledRows, ...]:
-        """The rows that are pooled: those of all tokens, or that of a prompt's last one."""
+        """The rows to pool: all of a sequence's ("mean"), or that of its prompt's end ("last")."""
         pooling, layout = pooling_R[mix.row_S], mix.layout
         is_last = seq_lens == self._num_prompt[mix.row_S]
         found = np.flatnonzero((pooling == _MEAN) | ((pooling == _LAST) & is_last))
@@ -359,9 +358,9 @@ class RowState:
 
 
 def _cut_at_snapshots(inputs: StepInputs, state_S: Ints) -> StepInputs:
-    """The inputs with states that go from the first part of a sequence to the second by way of its
-    snapshot, which then need not be copied. The first part has several tokens, unlike a decode
-    that is followed by guesses."""
+    """The inputs, where a sequence of two parts hands its state over in its snapshot: the first
+    part writes the snapshot, which so need not be copied, and the second part reads it. The first
+    part has several tokens, unlike a decode that is followed by guesses."""
     counts = np.diff(inputs.query_start)
     second = np.flatnonzero((state_S[1:] == state_S[:-1]) & (counts[:-1] > 1)) + 1
     if not len(second):
@@ -376,7 +375,7 @@ def _cut_at_snapshots(inputs: StepInputs, state_S: Ints) -> StepInputs:
 
 
 def _lags(state_S: Ints, lags: list[tuple[int, int]]) -> Ints:
-    """What each sequence's state lacks: the number of a state stands at its first row."""
+    """`StepInputs.lag_S`: a state's number of missing tokens is at the state's first sequence."""
     lag_S = np.zeros_like(state_S)
     for state, lag in lags:
         lag_S[np.argmax(state_S == state)] = lag

@@ -14,8 +14,8 @@ from weft.worker.choosing import Ints
 
 
 class Layout(NamedTuple):
-    """Where the S sequences and the N samples of a step are among its T tokens, and which sequence
-    each token and sample is of.
+    """Where the S sequences and N samples of a step are among its T tokens, and to which sequence
+    each token and sample belongs.
 
     sequences     0            1    2              firsts 0 4 5   ends 4 5 7
     tokens        p  p  p  p   d    p  p
@@ -28,9 +28,9 @@ class Layout(NamedTuple):
     seq_T: Ints | slice
     seq_N: Ints | slice
     token_N: Ints
-    """The token after which each sample comes."""
+    """The index of the token after which each sample comes."""
     from_last_N: Ints | None
-    """How many samples of its sequence come after each one; None: none."""
+    """How many samples of the same sequence come after each sample; None: 0 for all."""
 
     @property
     def plain(self) -> bool:
@@ -38,8 +38,8 @@ class Layout(NamedTuple):
         return isinstance(self.seq_T, slice)
 
     def positions(self, starts: Ints) -> tuple[Ints, Ints, Ints]:
-        """The positions of all tokens, the lengths of the sequences with them, and the positions
-        that the sampled tokens will have, where sequences go on from these positions."""
+        """The positions of all tokens, the lengths of the sequences including them, and the
+        positions that the sampled tokens will have; `starts`: the sequences' first positions."""
         seq_lens = starts + self.counts
         if self.from_last_N is None:
             return starts, seq_lens, seq_lens

@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 ACTIVATION_BYTES = 2 << 30
 """Memory that is kept free on a GPU for what a step allocates."""
 MADV_POPULATE_WRITE = 23
-"""What `madvise` calls to have the pages of memory made; Python has no name for it yet."""
+"""The advice with which `madvise` allocates all pages; Python has no name for it yet."""
 POPULATING_THREADS = 8
 CPU_ADAPTER_BYTES = 2 << 30
-"""Adapter memory on a CPU when nobody says how much it should be."""
+"""The default size of adapter memory on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,14 @@ def adapter_bytes(asked: int | float | None, device: torch.device) -> int:
 
 
 class CacheSizes(NamedTuple):
-    """What the cache of a device has room for."""
+    """How many of each a device's cache has room for."""
 
     num_blocks: int
-    """Of KV cache."""
+    """Blocks of the KV cache."""
     num_states: int
-    """Of layers with linear attention, for sequences."""
+    """Recurrent states of sequences, for layers with linear attention."""
     num_snapshots: int
-    """Of such states."""
+    """Snapshots of such states."""
 
 
 def count_blocks(
@@ -77,8 +77,8 @@ def count_blocks(
     device: torch.device,
     num_states: int = 0,
 ) -> int:
-    """Blocks of the KV cache, when all else but recurrent states is allocated. Raises ConfigError
-    without room."""
+    """How many blocks the KV cache gets; call it when all but the caches is allocated. Raises
+    ConfigError if there is no room for one."""
     if args.num_blocks is not None:
         return args.num_blocks
     available = cache_bytes(args, config, dtype, device, num_states)
@@ -93,7 +93,7 @@ def count_blocks(
 def cache_bytes(
     args: CacheArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device, num_states: int
 ) -> int:
-    """Bytes that are left to the KV cache beside recurrent states."""
+    """The bytes that are left for the KV cache beside `num_states` recurrent states."""
     if device.type != "cuda":
         return args.kv_cache_memory
     left = GpuMemory(total_bytes(device), free_bytes(device)).for_cache(args)
@@ -101,8 +101,8 @@ def cache_bytes(
 
 
 def count_states(config: ModelConfig, num_rows: int) -> int:
-    """Recurrent states: one for each row of the batch, and some for requests that were put back
-    with what they hold. 0 for a model that has none."""
+    """How many recurrent states: one for each row of the batch, and some for parked requests. 0 for
+    a model that has none."""
     return 0 if config.linear is None else num_rows + -(-num_rows // 4)
 
 
@@ -111,8 +111,8 @@ MAX_SNAPSHOTS = 4096
 
 
 def count_snapshots(args: CacheArgs, config: ModelConfig, dtype: torch.dtype, left: int) -> int:
-    """Snapshots of recurrent states; `left`: the bytes that the KV cache would have without them.
-    0 for a model that has no states, or without a prefix cache."""
+    """How many snapshots of recurrent states; 0 for a model without states, or without a prefix
+    cache. `left`: the bytes that the KV cache would have without them."""
     if config.linear is None or not args.enable_prefix_caching:
         return 0
     asked = args.snapshot_memory
@@ -121,7 +121,7 @@ def count_snapshots(args: CacheArgs, config: ModelConfig, dtype: torch.dtype, le
 
 
 def context_length(asked: int | None, capacity: int, config: ModelConfig) -> int:
-    """Tokens that a request may have, with room for `capacity` tokens in the KV cache. Raises
+    """How many tokens a request may have, if the KV cache has room for `capacity` tokens. Raises
     ConfigError if more are asked for than fit."""
     limit = config.max_position_embeddings
     if asked is None:
@@ -137,7 +137,7 @@ def context_length(asked: int | None, capacity: int, config: ModelConfig) -> int
 
 @contextlib.contextmanager
 def allocating(param: str) -> Iterator[None]:
-    """Turn an allocation that fails into a ConfigError that names the flag."""
+    """A context in which a failed allocation raises a ConfigError that names the flag."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -153,7 +153,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a GPU that nobody uses, after what this process does not need was given back."""
+    """The free memory of a GPU, after this process has given back what it does not need."""
     gc.collect()
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
@@ -161,7 +161,7 @@ def free_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory for images on the host. On a CPU device there is no piece of it: images stay in the
+    """The host's memory for images. Without `memory`, as on a CPU with one rank, images stay in the
     memory that they were read or packed into."""
 
     num_bytes: int
@@ -171,13 +171,13 @@ class HostMemory:
     """Called with the memory when nothing uses it any more."""
 
     def view(self, extent: Extent | None) -> torch.Tensor | None:
-        """The bytes of an extent; any thread."""
+        """The bytes of an extent; None without an extent or `memory`. For any thread."""
         if extent is None or self.memory is None:
             return None
         return self.memory[extent.start : extent.start + extent.size]
 
     def offset_of(self, data: torch.Tensor) -> int | None:
-        """Where data lie in the memory, in bytes; None if they lie elsewhere."""
+        """The offset of `data` in the memory, in bytes; None if they lie elsewhere."""
         if self.memory is None:
             return None
         offset = data.data_ptr() - self.memory.data_ptr()
@@ -196,8 +196,8 @@ def host_bytes(asked: int | None) -> int:
 
 
 def shared_file(num_bytes: int) -> int:
-    """A file in memory with room for `num_bytes` on the host, which several processes may map. It
-    is gone with the last of them."""
+    """The descriptor of a file in memory of at least `num_bytes`, which several processes may map,
+    and which is gone with the last of them."""
     fd = os.memfd_create("weft-host")
     os.ftruncate(fd, -(-num_bytes // ALIGN) * ALIGN)
     return fd
@@ -206,8 +206,8 @@ def shared_file(num_bytes: int) -> int:
 def host_memory(
     asked: int | None, device: torch.device, shared_fd: int | None = None
 ) -> HostMemory:
-    """Memory for images on the host, see `host_bytes`: that of a file if several processes share
-    it. For a GPU it is page-locked. Raises ConfigError."""
+    """The host's memory for images, of `host_bytes`: that of the file `shared_fd` if processes
+    share it. For a GPU it is page-locked. Raises ConfigError."""
     num_bytes = host_bytes(asked)
     if device.type != "cuda" and shared_fd is None:
         return HostMemory(num_bytes)
@@ -237,9 +237,9 @@ def _in_one_piece(num_bytes: int, shared_fd: int | None) -> torch.Tensor:
 
 
 def populate(memory: torch.Tensor) -> None:
-    """Have the system make all pages of memory now, on several threads. The memory of a file has
-    no large pages, and the driver, which would have its pages made one by one, keeps all other
-    threads from the device meanwhile. Where the system can't, nothing is done."""
+    """Have the system allocate all pages now, on several threads. Memory of a file has no large
+    pages; page-locking would have its pages allocated one by one, and keep all other threads from
+    the device meanwhile. Does nothing if the system can't do this."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     size = -(-len(memory) // POPULATING_THREADS // ALIGN) * ALIGN
     starts = range(0, len(memory), max(size, ALIGN))
@@ -251,10 +251,10 @@ def populate(memory: torch.Tensor) -> None:
 
 
 def _pinned(memory: torch.Tensor) -> HostMemory:
-    """Memory that a CUDA device reads at full speed.
+    """Page-lock `memory`, so that a CUDA device reads it at full speed. Raises RuntimeError.
 
-    It is one piece that is made at the start: torch's own allocator rounds up to powers of two, and
-    what it pins while the device works stalls the driver. Raises RuntimeError.
+    It is one piece, from the start: torch's own allocator rounds up to powers of two, and pinning
+    memory while the device works stalls the driver.
     """
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = cudart.cudaHostRegister(memory.data_ptr(), len(memory), 0)

@@ -19,13 +19,13 @@ class OtherRanks(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are, with the first one."""
+        """How many ranks there are, including the first one."""
 
     def step(self, inputs: StepInputs) -> None:
         """Let them begin a step. Raises RuntimeError if an earlier one failed on another rank."""
 
     def joined(self, flight: Flight) -> Flight:
-        """The flight of this rank's part of a step, as that of all ranks."""
+        """The flight of a step on all ranks, given this rank's."""
         ...
 
     def settle(self) -> None:
@@ -38,9 +38,9 @@ class OtherRanks(Protocol):
     def install(self, slot: int, start: int, image: AdapterImage) -> None: ...
 
     def write(self, start: int, image: AdapterImage, offset: int | None) -> list[Future[int]]:
-        """Copy their parts of an image to adapter memory, behind what was ordered before; the
-        checksums of what is there then. `offset`: of the image in the host's memory, in bytes, if
-        it is there."""
+        """Copy their parts of an image to adapter memory, after all earlier orders. The futures
+        give the checksums of the copies. `offset`: the image's place in the host's memory, in
+        bytes; None: it is not there."""
         ...
 
     def probe(

@@ -1,12 +1,12 @@
-"""The other ranks of a model, as its first one sees them: processes that it starts and drives.
+"""Starts and drives the processes of a model's other ranks, from the first rank.
 
                       ring: orders, for all ranks alike
     first rank  ────────────────────────────────────────────────>  other rank
                 <───────────────────────────────────────────────>
                       a socket for each: parcels down, answers up
 
-The first rank lives in the engine's process. A rank that ends, or gives no sign of life, ends all:
-what the ranks hold together is no model any more.
+The first rank lives in the engine's process. If a rank ends or gives no sign of life, all end, as
+the others no longer have the whole model.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ logger = logging.getLogger(__name__)
 
 RING_BYTES = 16 << 20
 WAIT_S = 0.01
-"""How often it is looked how far a start is."""
+"""How long to wait between two looks at the progress of a start."""
 WATCH_S = 0.5
-"""How often it is looked whether ranks hang."""
+"""How long to wait between two looks whether ranks hang."""
 SETTLE_S = 30.0
-"""How long ranks may take to come to rest when a step has failed, and be silent."""
+"""How long ranks may take to come to rest after a failed step; and how long they may be silent."""
 END_S = 3.0
-"""How long a rank may take to end by itself, and this one to let go of the others."""
+"""How long a rank may take to end by itself, and this one to tell ranks and leave the group."""
 TRACES_S = 0.5
 """How long a rank that hangs may take to write down where it is."""
 
@@ -95,8 +95,8 @@ class _Peer:
 
 
 class Peers:
-    """Starts the other ranks, tells them what this one does, and takes their answers. Any thread,
-    but orders of one thread keep their order."""
+    """Starts the other ranks, sends them orders, and takes their answers. Safe to use from any
+    thread; orders from one thread keep their order."""
 
     def __init__(self, args: EngineArgs, on_lost: Callable[[], None]) -> None:
         """`on_lost` is called, on another thread, when a rank is gone or hangs. The processes end
@@ -151,18 +151,18 @@ class Peers:
         self._wait_until(IMPORTS)
 
     def join(self, device: torch.device, make_ranks: Callable[[], Ranks]) -> Ranks:
-        """Make this process, with its device, the first rank: what `make_ranks` returns when it
-        belongs to their group. All have met. Raises ConfigError, EngineDead."""
+        """Make this process the first rank: join the group, then return `make_ranks()`. Call `meet`
+        before. Raises ConfigError, EngineDead."""
         join_group(0, self.num_ranks, self._folder.name, device)
         self._ranks = make_ranks()
         return self._ranks
 
     def stage_ended(self, stage: str) -> None:
-        """This rank has ended a stage of its start."""
+        """Note that the first rank has ended a stage of its start."""
         self._starting.end(0, stage, time.monotonic())
 
     def wait(self) -> None:
-        """Wait until all ranks can take steps, as this one can. Raises EngineDead."""
+        """Wait until all ranks can take steps; the first one can. Raises EngineDead."""
         self._wait_until(BUILT)
         self.stage_ended(BUILT)
 
@@ -173,8 +173,8 @@ class Peers:
         self.check()
 
     def why_lost(self, timeout_s: float) -> EngineDead | None:
-        """Why there are no ranks any more, if that is known by then. An operation of all ranks may
-        fail before it is."""
+        """Why the other ranks are gone, if that becomes known within `timeout_s`; else None. An
+        operation of all ranks may fail before that is known."""
         deadline = time.monotonic() + timeout_s
         while self._trouble is None and time.monotonic() < deadline:
             time.sleep(WAIT_S)
@@ -223,12 +223,10 @@ class Peers:
         if self._trouble is not None:
             raise self._trouble
 
-    # -- what goes on beside -------------------------------------------------------------------
+    # -- what runs beside the steps ------------------------------------------------------------
 
     def write(self, start: int, image: AdapterImage, offset: int | None) -> list[Future[int]]:
-        """Copy the other ranks' parts of an image to adapter memory, behind what was ordered
-        before; the checksums of what is there then. `offset`: of the image in the host's memory, in
-        bytes, if it is there."""
+        """See `OtherRanks.write`."""
         num = image.layout.num_elements
         where = DataPlace(offset)
         return self._ask(lambda call: WriteOrder(call, start, num, where), _parcel(image, where))
@@ -249,8 +247,8 @@ class Peers:
         return found
 
     def stuck_s(self) -> dict[str, float]:
-        """For how long threads of the other ranks have been stuck, by what they do, and the ranks
-        been silent."""
+        """For how many seconds the other ranks' threads have been stuck, by what they do; and under
+        "ranks", for how long a rank has been silent."""
         found = {"ranks": self._silent_s()}
         for peer in self._peers:
             for part, stuck_s in peer.stuck_s.items():
@@ -263,7 +261,7 @@ class Peers:
             return
         self._closing = True
         if self._trouble is None:
-            # A rank may take nothing any more.
+            # A rank may not read any more.
             wait_for("telling ranks to end", lambda: self._send(CloseOrder()), END_S)
         self._ring.closed = True
         if self._ranks is not None:
@@ -289,7 +287,7 @@ class Peers:
     def _ask(
         self, order: Callable[[int], Order], parcel: Callable[[int], memoryview] | None = None
     ) -> list[Future[Any]]:
-        """Give an order with a number, and each rank its parcel; their answers."""
+        """Give an order with a call id, and each rank its parcel. Returns their answers."""
         call = next(self._calls)
         futures: list[Future[Any]] = [Future() for _ in self._peers]
         with self._lock:
@@ -332,7 +330,7 @@ class Peers:
                 self._lose(f"rank {peer.rank} of the model: {message}")
 
     def _watch(self) -> None:
-        """End all if a rank hangs: while they start, or by giving no sign of life later."""
+        """End all ranks if one hangs: during the start, or later, without a sign of life."""
         while not self._closing and self._trouble is None:
             time.sleep(WATCH_S)
             problem = self._starting.hangs(time.monotonic())
@@ -348,7 +346,7 @@ class Peers:
         return max((now - peer.heard_s for peer in self._peers), default=0.0)
 
     def _trace(self) -> None:
-        """Let all ranks write down where their threads are: one of them hangs."""
+        """Have all ranks log where their threads are, as one of them hangs."""
         with contextlib.suppress(OSError, RuntimeError, ValueError):  # there may be no log
             faulthandler.dump_traceback()
         for peer in self._peers:
@@ -356,8 +354,8 @@ class Peers:
         time.sleep(TRACES_S)
 
     def _expect_settled(self, failed: str) -> None:
-        """The first rank may wait within a step for one that has given it up. A later step that
-        failed has its own time."""
+        """End all ranks unless the failed step is settled in time: the first rank may wait, within
+        the step, for a rank that has given up. A later failed step has its own time."""
         time.sleep(SETTLE_S)
         if self._step_failed is failed and not self._closing:
             self._lose(failed)
@@ -381,7 +379,7 @@ class Peers:
 
 
 def _logs() -> tuple[str, bool] | None:
-    """How this process logs, if it is configured."""
+    """(level, whether JSON) of this process's log; None if logging is not configured."""
     try:
         from weft.metrics.logs import configured_logging
     except ModuleNotFoundError:  # benchmarks do without what servers need
@@ -404,7 +402,7 @@ class _Joined:
 
 
 def _parcel(image: AdapterImage, where: DataPlace) -> Callable[[int], memoryview] | None:
-    """What each rank is sent of an image that is not in the host's memory."""
+    """Returns a rank's part of an image; None if the ranks read it from the host's memory."""
     if where.offset is not None:
         return None
     return lambda rank: image.data_of(rank).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Computes what GPUs of a given size would hold of a model, as workers do, without a GPU."""
+"""Computes, without a GPU, how workers would divide the memory of GPUs of a given size."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ OTHER_BYTES = 3 << 29
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What the memory of one of `size` GPUs would hold, in bytes."""
+    """What the memory of one of `size` GPUs would have room for. In bytes, except `kv_tokens`."""
 
     size: int
     weights: int
     adapter: int
-    """One adapter of the kind that is planned for."""
+    """The size of one adapter of the planned kind."""
     adapters: int
     """The memory for adapters."""
     kv_tokens: int
-    """Tokens of KV cache; less than 1 where all does not fit."""
+    """Tokens of KV cache; less than 1 if the model does not fit."""
 
     @property
     def num_adapters(self) -> int:
-        """How many such adapters are on the device at a time, at most."""
+        """The most planned adapters that are on the device at a time."""
         return self.adapters // self.adapter
 
     @property
@@ -61,8 +61,8 @@ class RankMemory:
 
 
 class RankPlan:
-    """The share that the first of `size` ranks has of a model, which none has more than. Raises
-    ConfigError for what can't be divided."""
+    """The share of a model that the first of `size` ranks has; no other rank has more. Raises
+    ConfigError if the model can't be divided over them."""
 
     def __init__(self, config: ModelConfig, args: EngineArgs, size: int) -> None:
         self._args, self.size = args, size
@@ -88,8 +88,8 @@ class RankPlan:
         return layout_of(self.table, ranks).num_elements * self._dtype.itemsize
 
     def memory(self, total: int, adapter: int, num_adapters: int | None) -> RankMemory:
-        """Divide a GPU's memory. `adapter`: the bytes of one. `num_adapters`: how many shall be
-        there at a time, in place of what the arguments say of adapter memory."""
+        """Divide a GPU's memory of `total` bytes. `adapter`: the bytes of one. `num_adapters`: make
+        room for this many, instead of using the arguments' adapter memory."""
         weights = self._weight_bytes()
         gpu = GpuMemory(total, total - OTHER_BYTES - weights)
         adapters = gpu.for_adapters(self._args.lora.adapter_memory)

@@ -3,8 +3,8 @@
     flight = worker.step(inputs)    returns at once
     result = flight.result()        waits for the tokens
 
-The engine knows workers by this protocol alone, so that one may as well hand each verb on to
-several devices. Images pass through the engine as handles: it never reads their data.
+The engine knows workers by this protocol alone, so a worker may pass each verb on to several
+devices. The engine only hands images around, and never reads their data.
 
     registration    pack ──> probe ──> (stage)           folder, or image file ──> host
     load            clear, move, load ──> install        host, or disk ──> device
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker has, from its start to its end: `num_blocks` of KV cache, `num_slots` for
-    adapters on its device, and memory for them there and on the host."""
+    """The constant facts of a worker: its model, and the sizes of its KV cache (`num_blocks`), its
+    slot table (`num_slots`) and its memory for adapters."""
 
     architecture: str
     dtype: str
@@ -63,7 +63,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an adapter is to be had from: the host, or else its image file, or else its folders."""
+    """Where to read an adapter: its image on the host, else its image file, else `sources`."""
 
     digest: str
     image: AdapterImage | None
@@ -72,11 +72,11 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Order to bring an adapter, or the sum of some, to adapter memory."""
+    """Order to bring an adapter, or a weighted sum of adapters, to adapter memory."""
 
     origin: Origin
     parts: tuple[tuple[Origin, float], ...]
-    """What is to be summed, and with which weights; empty for an adapter."""
+    """The adapters to sum, with their weights; empty for a single adapter."""
     start: int
     """Its first element in adapter memory."""
     extent: Extent | None
@@ -93,14 +93,14 @@ class PackedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What a load gave; and the seconds by stage (LOAD_STAGES)."""
+    """The image that was loaded, or an error; and the seconds by stage (LOAD_STAGES)."""
 
     image: AdapterImage | WeftError
     anew: bool
-    """Whether the image is another one than that which was on the host."""
+    """Whether the image is not the one that `LoadOrder.origin` had on the host."""
     stage_s: dict[str, float]
     num_faults: int
-    """Copies to the device that went wrong."""
+    """How many copies to the device had wrong checksums."""
 
 
 class ProbeResult(NamedTuple):
@@ -115,8 +115,8 @@ class Flight(Protocol):
 
 
 class Worker(Protocol):
-    """See `weft.worker.worker.DeviceWorker`. The verbs are for one thread, and none waits for the
-    device but `pack_now` and `probe` of what is not paced."""
+    """See `weft.worker.worker.DeviceWorker`. One thread calls the verbs. None waits for the device,
+    except `pack_now`, `settle`, `close`, and `probe` unless paced."""
 
     @property
     def facts(self) -> WorkerFacts: ...
@@ -124,7 +124,7 @@ class Worker(Protocol):
     def step(self, inputs: StepInputs) -> Flight: ...
 
     def settle(self) -> None:
-        """Wait until nothing runs on the device any more. Raises what makes it unusable."""
+        """Wait until nothing runs on the device any more. Raises an error if it is unusable."""
         ...
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -135,35 +135,36 @@ class Worker(Protocol):
         """Let no step find an adapter in these slots any more."""
 
     def load(self, order: LoadOrder) -> Future[LoadResult]:
-        """Bring an image to adapter memory, where nothing reads until it was installed."""
+        """Bring an image to adapter memory. No step reads it until `install`."""
 
     def install(self, slot: int, start: int, image: AdapterImage) -> None:
-        """Let later steps find the image, which was loaded, in a slot."""
+        """Let later steps find an image that was loaded at `start` in a slot."""
 
     def pack(self, source: AdapterSource) -> Future[PackedAdapter | WeftError]:
-        """Read and validate an adapter's folder and pack it. What has a digest must have that
-        content, and may come from its image file."""
+        """Read, validate and pack an adapter. If `source` has a digest, the content must have it,
+        and may come from its image file."""
 
     def pack_now(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> AdapterImage:
         """Pack an adapter that is in memory. Raises AdapterInvalid."""
 
     def probe(self, image: AdapterImage, *, paced: bool) -> Future[ProbeResult | WeftError]:
-        """Find out whether the device computes an adapter as it should. Paced, it goes on beside
-        steps without disturbing them; otherwise it has ended when this returns."""
+        """Check whether the device computes an adapter as it should. `paced`: run beside steps,
+        without disturbing them; otherwise the future is done when this returns."""
 
     def stage(self, image: AdapterImage, extent: Extent) -> Future[AdapterImage]:
-        """Copy an image to its place in the host's memory."""
+        """Copy an image to an extent of the host's memory. The future gives the copy."""
 
     def check_sum(self, parts: Sequence[tuple[str, Summand]]) -> int:
-        """Elements that the sum of adapters, by name, takes. Raises InvalidRequest."""
+        """How many elements the sum of these adapters takes; `parts`: each with its name. Raises
+        InvalidRequest if they can't be summed."""
 
     def disk_stats(self) -> TierStats | None:
         """Figures of the image files; None if there are none."""
 
     def stuck_s(self) -> dict[str, float]:
-        """For how many seconds its threads have not got on, by what they do. To be asked again and
-        again, by one thread, which need not be the one of the other verbs."""
+        """For how many seconds its threads have made no progress, by what they do. Call it
+        regularly, from one thread, which need not be the one of the other verbs."""
         ...
 
     def close(self) -> None:
-        """Wait for what is under way, drop what waits, and let go of threads and memory."""
+        """Wait for work under way, drop waiting work, and release threads and memory."""

@@ -1,8 +1,8 @@
-"""The process of a model's rank other than the first: it does what the first one does.
+"""The process of any rank of a model but the first: it does what the first rank does.
 
-It reads orders from the ring, in their order, and carries them out as `weft.worker.protocol` says.
-What takes long goes on beside, on threads, and is answered over the socket. The process ends when
-the socket closes, and with the thread that started it.
+It reads orders from the ring, one by one, and carries them out as `weft.worker.protocol` says.
+Slow orders run on other threads, and are answered over the socket. The process ends when the
+socket closes, or with the thread that started it.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ from weft.worker.worker import DeviceSteps
 PULSE_S = 1.0
 """The time between two signs of life."""
 SPIN_S = 2e-3
-"""How long a rank with a GPU looks for the next order before it sleeps."""
+"""How long a rank with a GPU polls for the next order before it sleeps."""
 AHEAD = 2
-"""Steps that may be under way on the device."""
+"""The most steps that may be under way on the device."""
 
 
 class _Link:
@@ -158,7 +158,7 @@ class RankLoop:
     # -- steps ---------------------------------------------------------------------------------
 
     def _step(self, inputs: StepInputs) -> None:
-        """Launch a step. Its result is the first rank's to tell."""
+        """Launch a step. Only a failure is reported, as the first rank has the same tokens."""
         while len(self._flights) >= AHEAD:
             self._end(self._flights.popleft())
         try:
@@ -186,7 +186,7 @@ class RankLoop:
         self._link.report(StepFailed(f"{type(error).__name__}: {error}"))
 
     def _settle(self) -> str:
-        """Wait for all steps; what makes the device unusable, or an empty text."""
+        """Wait for all steps. Returns why the device is unusable, or ""."""
         while self._flights:
             self._end(self._flights.popleft())
         try:
@@ -271,7 +271,7 @@ def main() -> None:
         ring = RingReader(memory, size - 1, setup.rank - 1, bell, spin_s)
         threading.Thread(target=loop.beat, daemon=True).start()
         gc.collect()
-        gc.freeze()  # what is there by now stays
+        gc.freeze()  # objects that exist by now are not looked at again
         stages.end(BUILT)
         loop.run(ring)
         leave_group()

@@ -1,7 +1,7 @@
 """The messages between the first rank of a model and the others.
 
-All ranks carry out the same verbs in one order, which is that of the records here. What takes
-longer goes on beside, and has a number by which its answer is known.
+All ranks carry out the same orders, in the order in which they are sent. An order that is answered
+has a call id, which the answer repeats; it may run on another thread.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from weft.worker.inputs import Array, StepInputs
 
 
 class RankSetup(NamedTuple):
-    """What a rank has to know to start."""
+    """All that a rank needs in order to start."""
 
     args: EngineArgs
     rank: int
     parent_pid: int | None
-    """The process whose end kills this one, or None if the thread that started it may end first.
-    Then this process ends by itself when it sees that the first rank is gone."""
+    """The process whose end kills this one. None if the thread that started this one may end
+    earlier: then this process only ends when it notices that the first rank is gone."""
     folder: str
-    """Where the ranks meet."""
+    """The folder by which the ranks join their group."""
     logs: tuple[str, bool] | None
-    """The level of its log, and whether it is JSON; None: as Python has it."""
+    """The level of its log, and whether it is JSON; None: Python's default logging."""
 
 
 class StepOrder(NamedTuple):
     """A step. Decodes of the same rows have most of their arrays in common, which are sent once."""
 
     changed: Mapping[str, object]
-    """The fields of its inputs that are other objects than in the step before, by name."""
+    """By name, the fields of its inputs that are not the same objects as in the step before."""
 
     @classmethod
     def after(cls, before: StepInputs | None, inputs: StepInputs) -> StepOrder:
@@ -78,17 +78,17 @@ class InstallOrder(NamedTuple):
 
 
 class SettleOrder(NamedTuple):
-    """Wait for all steps, and forget which of them failed. Answered."""
+    """Wait for all steps. Answered with why the device is unusable, or ""."""
 
     call: int
 
 
 class DataPlace(NamedTuple):
-    """Where the data of an image are that a rank is to read."""
+    """Where a rank finds the data of an image."""
 
     offset: int | None
-    """Of all ranks' parts in the host's memory, in bytes; None: its own part comes as a parcel with
-    the number of the call."""
+    """The offset of all ranks' parts in the host's memory, in bytes. None: the rank's own part
+    comes as a parcel with the call id."""
 
 
 class WriteOrder(NamedTuple):
@@ -97,7 +97,7 @@ class WriteOrder(NamedTuple):
     call: int
     start: int
     num_elements: int
-    """Of one rank's part."""
+    """The size of one rank's part."""
     where: DataPlace
 
 
@@ -138,8 +138,8 @@ Order = (
 
 
 def packed(order: Order) -> bytes:
-    """An order as bytes, for `pickle.loads`. A step has up to twenty arrays, for each of which
-    numpy's own way takes several times as long."""
+    """An order as bytes, for `pickle.loads`. A step has up to twenty arrays, and numpy's own way to
+    pickle each takes several times as long."""
     made = io.BytesIO()
     pickler = pickle.Pickler(made, pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = _ARRAYS

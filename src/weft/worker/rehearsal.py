@@ -1,8 +1,8 @@
-"""Steps that are run before requests come, so that none of these is the first to need something.
+"""Steps that are run before requests come, so that no request has to wait for a first use.
 
-On a GPU much happens at its first use: kernels are compiled or loaded, libraries choose theirs by
-shape, memory is page-locked. Captured steps have all of that behind them. The steps made here are
-of the kinds that no graph has, or only in part:
+On a GPU much happens at first uses: kernels are compiled or loaded, libraries choose kernels by
+shape, memory is page-locked. Captured steps have done all of that. The steps made here are of the
+kinds that have no graph, or run partly outside of it:
 
     prompts     as many tokens as a step may have, of the base and with adapters
     mixed       a prompt beside decodes, whose number decides how their contexts are cut
@@ -26,7 +26,7 @@ from weft.worker.inputs import RowState, StepInputs
 PROMPTS = 8
 """Prompts that share a step."""
 MANY = 64
-"""Rows that choose tokens side by side."""
+"""How many rows choose tokens in one step."""
 CHOICES = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.0, logprobs=5),
@@ -39,18 +39,18 @@ CHOICES = (
     SamplingParams(temperature=0.0, allowed_token_ids=(0, 1)),
 )
 SLOT = 0
-"""The adapter slot that rehearsed steps use; `rehearsed_adapter` is to be installed there."""
+"""The adapter slot that rehearsed steps use. Install `rehearsed_adapter` there before."""
 
 
 def rehearsed_adapter(table: TargetTable) -> ImageLayout:
-    """The layout of an adapter that adds nothing, and for which steps run all kernels that adapters
-    with A and B may need, those of experts too."""
+    """The layout of an adapter that adds nothing, but for which steps run all kernels of A and B,
+    including those of experts."""
     return replace(layout_of(table, (0,) * len(table.targets)), has_experts=table.has_experts)
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What steps may have."""
+    """Makes the steps to rehearse, within the limits in its fields."""
 
     num_rows: int
     num_tokens: int
@@ -60,7 +60,7 @@ class Rehearsal:
     num_states: int
     vocab_size: int
     drafts: bool = False
-    """Whether the model's own head drafts tokens, as it does in all of these steps then."""
+    """Whether the model's own head drafts tokens; if so, it does in all of these steps."""
 
     def steps(self) -> Iterator[StepInputs]:
         """The inputs of all steps, one after another. They write to any block of the cache."""
@@ -89,7 +89,7 @@ class Rehearsal:
         return Admitted("rehearsal", 0, -1, np.zeros(0, np.int64), 0, params, seed=0)
 
     def _plan(self, each: Sequence[Admitted], *lengths: int) -> StepPlan:
-        """A step of prompts of so many tokens, one number for all or for each; all sample."""
+        """A step of prompts, which all sample. `lengths`: one for all prompts, or one for each."""
         counts = list(lengths) if len(lengths) == len(each) else [lengths[0]] * len(each)
         admitted = [
             a._replace(

@@ -1,10 +1,10 @@
-"""One writer's messages to several readers, through memory that their processes share.
+"""Passes one writer's messages to several readers, through memory that their processes share.
 
     | counters | bytes of messages, around and around                     |
                    ^ the slowest reader       ^ written
 
-A message is its length, in 8 bytes, and its bytes. Counters only grow: of bytes written, and of
-bytes that each reader has taken. A reader who waits looks again and again for a short time, as the
+A message is its length, in 8 bytes, and its bytes. Two kinds of counters only grow: the bytes
+written, and the bytes that each reader has taken. A waiting reader polls for a short time, as the
 next step mostly comes soon, and then sleeps until the writer wakes it.
 """
 
@@ -19,7 +19,7 @@ import time
 import numpy as np
 
 LINE = 64
-"""Bytes that one processor writes while others read beside them: each counter has so many."""
+"""The size of a cache line. Each counter has its own, as different processors write them."""
 PAUSE_S = 5e-5
 """How long the writer waits for room at a time."""
 NAP_S = 0.02
@@ -36,7 +36,7 @@ def _header(num_readers: int) -> int:
 
 
 class _Counters:
-    """[0]: bytes written; [1 + 2 r]: bytes that reader r has taken; [2 + 2 r]: if it sleeps."""
+    """[0]: bytes written; [1 + 2 r]: bytes that reader r has taken; [2 + 2 r]: 1 if it sleeps."""
 
     def __init__(self, memory: mmap.mmap, num_readers: int) -> None:
         header = _header(num_readers)
@@ -44,7 +44,7 @@ class _Counters:
         self.content = np.frombuffer(memory, np.uint8, len(memory) - header, header)
 
     def pieces(self, start: int, end: int) -> list[slice]:
-        """Where the bytes from `start` to `end`, as counted, lie."""
+        """The slices of `content` that have the bytes from `start` to `end`, as counted."""
         size = len(self.content)
         first, last = start % size, (end - 1) % size + 1
         return [slice(first, last)] if first < last else [slice(first, size), slice(0, last)]
@@ -62,8 +62,8 @@ class RingWriter:
         self.closed = False
 
     def write(self, message: bytes) -> None:
-        """Returns when the message is in the ring, of which a large one fills several. One that
-        finds no room any more because readers are gone is lost when the ring is closed."""
+        """Write a message, waiting for room; it may be larger than the ring. If `closed` is set
+        meanwhile, as readers are gone, the rest is dropped."""
         with self._lock:
             self._write(len(message).to_bytes(8, "little") + message)
 
@@ -93,7 +93,7 @@ class RingReader:
     def __init__(
         self, memory: mmap.mmap, num_readers: int, reader: int, bell: int, spin_s: float
     ) -> None:
-        """`spin_s`: how long it looks for the next message before it sleeps."""
+        """`spin_s`: how long it polls for the next message before it sleeps."""
         self._counters = _Counters(memory, num_readers)
         self._taken_at, self._sleeps_at = 1 + 2 * reader, 2 + 2 * reader
         self._bell = bell
@@ -120,7 +120,7 @@ class RingReader:
         return b"".join(parts)
 
     def _wait(self) -> int:
-        """The bytes that are there, at least one."""
+        """Wait for bytes. Returns how many can be read, at least one."""
         values = self._counters.values
         until = time.monotonic() + self._spin_s
         while True:

@@ -1,4 +1,4 @@
-"""From logits to tokens, with what the device keeps of running requests for it, and from there to
+"""Chooses tokens from logits, with the token counts that the device keeps for penalties, and makes
 the records that the scheduler commits.
 
 Shapes: see `weft.kernels.sampling`; R rows of the batch.
@@ -31,21 +31,21 @@ from weft.worker.inputs import Array, StepInputs
 Put = Callable[[Array], Tensor]
 """Brings a host array to the device."""
 VocabularyRun = tuple[int, int, int]
-"""(first, end, V) of consecutive sampled rows that have a vocabulary of V."""
+"""(first, end, V): consecutive sampled rows whose vocabulary has V tokens."""
 Logprobs = tuple[Tensor, ...]
-"""What `top_logprobs` gives."""
+"""The result of `top_logprobs`."""
 
 
 class Sampler:
-    """Owner of the counts of tokens by row, for penalties: as they are kept on the device, a
-    step's penalties see the previous step's tokens before the host does. `vocab_size`: the most."""
+    """Owner of the token counts by row, for penalties. They are on the device, so that penalties
+    include the last step's tokens before the host knows these. `vocab_size`: the largest."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, put: Put) -> None:
         self.put = put
         self._counts_RV = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
 
     def admit(self, counted: Iterable[Counted]) -> None:
-        """Rows that begin with these tokens; before the step that first runs them."""
+        """Set the token counts of new rows, before the step that first runs them."""
         put = self.put
         for c in counted:
             count_tokens(self._counts_RV[c.row], put(c.prompt_ids), put(c.output_ids))
@@ -53,8 +53,8 @@ class Sampler:
     def choose(
         self, logits_NV: Tensor, inputs: StepInputs, runs: Sequence[VocabularyRun] | None = None
     ) -> Tensor:
-        """Token ids, int64 (N,), of a step's sampled rows. Steps come in their order. `runs`: of
-        all rows; None: they have one vocabulary, as wide as the logits."""
+        """Token ids, int64 (N,), of a step's sampled rows. Call it for steps in their order.
+        `runs`: the rows' vocabularies; None: all have one as wide as the logits."""
         sampling = inputs.sampling and inputs.sampling.at(inputs.position_M)
         shaping = inputs.shaping
         if runs is None:
@@ -94,14 +94,14 @@ class Sampler:
         return Penalties(sampled_P, self._counts_RV[row_P, :vocab_size], *values)
 
     def _put_all(self, arrays: tuple[Any, ...]) -> list[Any]:
-        """The arrays of a record on the device, None where there is none."""
+        """The arrays of a record as device tensors; None stays None."""
         return [None if array is None else self.put(array) for array in arrays]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A step's outcome, in the order of its inputs; what follows the ids is there only if a request
-    asks for it."""
+    """A step's results, in the order of its inputs. All but the ids are None if no request asks for
+    them."""
 
     ids_N: Tensor
     logprobs: Logprobs | None
@@ -109,7 +109,7 @@ class Sampled:
     pooled_PI: Tensor | None = None
     """fp32, a sum of hidden states for each of the step's `PooledRows`."""
     drafts_DK: Tensor | None = None
-    """int64, of the requests that `StepInputs.drafts` names."""
+    """int64, for the requests in `StepInputs.drafts`."""
 
 
 def logprobs_of(
@@ -123,7 +123,7 @@ def logprobs_of(
 
 
 def to_host(sampled: Sampled) -> Sampled:
-    """Start to copy an outcome to page-locked memory, where it is when the stream has got there."""
+    """Start to copy results to page-locked host memory, behind the stream's work so far."""
     return Sampled(
         _to_host(sampled.ids_N),
         tuple(map(_to_host, sampled.logprobs)) if sampled.logprobs else None,
@@ -139,7 +139,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def step_result(inputs: StepInputs, sampled: Sampled) -> StepResult:
-    """The records of an outcome that is on the host, in the order of the plan."""
+    """The records of results that are on the host, in the order of the plan."""
     order = inputs.plan_order_N
     logprobs = None
     if sampled.logprobs is not None and inputs.num_logprobs_N is not None:
@@ -165,7 +165,7 @@ def step_result(inputs: StepInputs, sampled: Sampled) -> StepResult:
 
 
 def _records(arrays: Sequence[Array], nums: list[int]) -> list[TokenLogprob | None]:
-    """Records from what `top_logprobs` gave, with so many alternatives each; None for -1."""
+    """Records from results of `top_logprobs`, with `nums` alternatives each; None for -1."""
     chosen, rank, values, top_ids = arrays
     return [
         None

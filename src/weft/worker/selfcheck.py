@@ -1,22 +1,21 @@
 """Checks whether the device computes a registered adapter as its image says.
 
-A probe of a few tokens goes through the model twice: as requests would take it, with tables and
-kernels such as they will use, over adapter memory for this one adapter, and with the oracle
-(`weft.kernels.lora.oracle`) in their place. Compared are
+A probe of a few tokens goes through the model twice: with the tables and kernels of requests, over
+adapter memory for this one adapter, and with the oracle (`weft.kernels.lora.oracle`) instead. It is
+compared
 
-    at every layer, with the same input, what the serving step makes of the layer's output
-                                    with what the oracle makes of it
-    the logits of the two passes    with each other
+    at every layer, from the same input: the layer's output by the serving step and by the oracle
+    at the end: the logits of the two passes
 
-The batch has the probe's tokens twice: rows of the base, which no step may touch, and the
-adapter's. Their difference is the adapter's own effect, which deviations are measured against.
+The batch has the probe's tokens twice: as rows of the base, which adapters must not change, and as
+rows of the adapter. Their difference is the adapter's effect; deviations are measured against it.
 
-Layer by layer, two right results differ by the rounding of one output. Over the model, this adds
-up: in 16 bits, the logits alone would show a wrong matrix of a single layer no better than noise.
-And where a model itself makes jumps of small differences (the choice of experts, inputs that are
-rounded to 8 bits), the logits of two right passes may differ by anything, and are not compared.
+At one layer, two right results differ by the rounding of one output. Over the model, roundings add
+up: in 16 bits, a wrong matrix of a single layer would be lost in the noise of the logits. And if a
+model itself turns small differences into jumps (the choice of experts, inputs rounded to 8 bits),
+the logits of two right passes may differ by any amount, and are not compared.
 
-Steps go on meanwhile. The check stands back between layers, so that it has a tenth of the time.
+Steps run meanwhile. The check pauses between layers, so that it takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -56,19 +55,19 @@ TOKENS = 8
 SAMPLED = 2
 """How many of its last tokens have their logits computed."""
 OWN_TOKENS = 4
-"""The most tokens of the probe that are such as an adapter has rows of its own for."""
+"""The most tokens of the probe for which the adapter has rows of its own."""
 SLOT = 0
 """The slot of the one adapter that is checked."""
 SHARE = 0.1
 """The share of the time that a paced check takes while steps run."""
 MAX_PAUSE_S = 0.05
-"""The longest pause between two layers, as the first of them may have compiled kernels."""
+"""The longest pause after a layer, whose measured time may include compiling kernels."""
 BUSY_S = 0.25
-"""How long after the launch of a step a check keeps out of the way of the steps to come."""
+"""For how long after the launch of a step more steps are expected, so that checks make pauses."""
 
 
 class Activity:
-    """When a step was launched last."""
+    """Knows when a step was last launched."""
 
     def __init__(self) -> None:
         self._launched_s = -math.inf
@@ -81,15 +80,15 @@ class Activity:
 
 
 class Tolerance(NamedTuple):
-    """How far a result may be off, in Frobenius norms: `effect` of what the adapter changes, and
-    `rounding` of the values themselves, with it and without."""
+    """How far a result may be off, in Frobenius norms: the part `effect` of the adapter's effect,
+    plus the part `rounding` of the values with and without the adapter."""
 
     effect: float
     rounding: float
 
     def excess(self, deviation: float, effect: float, base: float) -> float:
-        """How often the deviation has room in what is allowed: above 1 it is a mismatch, and NaN
-        where there are infinite values."""
+        """The deviation as a multiple of what is allowed: above 1 is a mismatch, and so is NaN,
+        which infinite values give."""
         with_it = math.hypot(effect, base)  # as the two are about orthogonal
         allowed = self.effect * effect + self.rounding * (with_it + base)
         return deviation / (allowed + torch.finfo(torch.float32).tiny)
@@ -105,25 +104,24 @@ def _norms(got: Tensor, want: Tensor, base: Tensor) -> Tensor:
 
 def layer_tolerance(dtype: torch.dtype) -> Tolerance:
     """How far one layer's output may be off. It is rounded once or twice, each time by a quarter
-    of eps on average (eps: the distance of numbers at 1): eps is several times that. The factor
-    between A and B may be rounded too, so that the effect is off by as much. In fp32 the order of
-    the sums over some thousand products counts, which costs several digits more than eps."""
+    of eps on average (eps: the distance of numbers at 1), so eps leaves a margin. The product with
+    A may be rounded too, so that the effect is off by as much. In fp32 the order of summing some
+    thousand products matters, which costs several digits more than eps."""
     eps = torch.finfo(dtype).eps
     return Tolerance(max(1e-3, 2 * eps), max(4e-6, eps))
 
 
 def logits_tolerance(dtype: torch.dtype) -> Tolerance:
-    """How far the logits may be off: the roundings of all layers have added up, about as the root
-    of their number, and layers may amplify them."""
+    """How far the logits may be off: the roundings of n layers add up, about as sqrt(n), and layers
+    may amplify them."""
     eps = torch.finfo(dtype).eps
     return Tolerance(max(1e-2, 8 * eps), max(1e-3, 8 * eps))
 
 
 class SelfCheck:
-    """Checks images, one at a time, beside steps: all that it writes to is its own.
-
-    `decoder` must not share what it writes to with the one of the steps. `exact`: whether small
-    differences stay small on their way through the model.
+    """Checks images, one at a time, beside steps. `decoder` must not share anything that it writes
+    to with the steps' decoder. `exact`: whether small differences stay small through the model, so
+    that logits can be compared.
     """
 
     def __init__(
@@ -152,8 +150,9 @@ class SelfCheck:
         self._ids = [source.randrange(table.groups[0].in_features) for _ in range(TOKENS)]
 
     def check(self, image: AdapterImage, *, paced: bool) -> CheckResult:
-        """Check an image, on any thread; one of A and B alone passes if another of its layout has.
-        A paced check takes a tenth of the time while steps run. Raises AdapterQuarantined."""
+        """Check an image, on any thread. An image without extras passes at once if another one with
+        its layout has passed. `paced`: take a tenth of the time while steps run. Returns "skipped"
+        without memory, or if values overflow. Raises AdapterQuarantined."""
         with self._lock, torch.inference_mode(), self._aside():
             layout = image.layout
             if layout in self._passed and not (layout.has_extras or layout.vocab_size):
@@ -168,14 +167,14 @@ class SelfCheck:
                 raise _quarantine(f"{type(error).__name__}: {error}") from error
 
     def rehearse(self) -> None:
-        """Check an adapter that changes nothing, so that what checks need is there."""
+        """Check an adapter that changes nothing, so that the kernels of checks are loaded."""
         of = layout_of(self._table, (1,) * len(self._table.targets))
         zeros = torch.zeros(of.num_elements, dtype=self._decoder.dtype)
         self.check(AdapterImage("", of, zeros, ()), paced=False)
         self._passed.clear()
 
     def _aside(self) -> contextlib.AbstractContextManager[object]:
-        """A stream that the steps are not on."""
+        """A context with a CUDA stream of the check's own."""
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
 
     # -- the check -----------------------------------------------------------------------------
@@ -189,7 +188,7 @@ class SelfCheck:
         both = _Both(_served(backend, pool, probe), oracle, pool)
         right = self._logits(probe, both, both, both.vocabulary, paced)
         if not bool(right.isfinite().all()):
-            return "skipped"  # it overflows in this dtype whoever computes it
+            return "skipped"  # even the oracle overflows in this dtype
         both.check()
         if self._exact:
             step = _served(backend, pool, probe)
@@ -218,7 +217,7 @@ class SelfCheck:
         return pool
 
     def _layers(self, paced: bool) -> Iterator[LayerCache]:
-        """Each layer's cache when its turn comes."""
+        """Yields each layer's cache, with a pause after each layer if the check is paced."""
         began = time.thread_time()
         for cache in self._kv:
             yield cache
@@ -228,7 +227,7 @@ class SelfCheck:
             began = time.thread_time()
 
     def _tokens(self, image: AdapterImage) -> list[int]:
-        """The tokens of the probe, the first of them such as the adapter has own rows for."""
+        """The tokens of the probe; the first ones are tokens with rows of the adapter's own."""
         own: list[int] = []
         for at in (image.layout.embedding_rows, image.layout.head_rows):
             if at and at[1] >= 0:
@@ -247,7 +246,7 @@ class SelfCheck:
         vocabulary: VocabularyStep | None,
         paced: bool,
     ) -> Tensor:
-        """fp32 (2 * SAMPLED, V), the base's rows first; 0 for tokens that a row does not have."""
+        """fp32 (2 * SAMPLED, V), the base's rows first; 0 at tokens outside a row's vocabulary."""
         batch = make_batch(
             [TOKENS] * 2, [TOKENS] * 2, probe.blocks, self._block_size, self._decoder.device
         )
@@ -271,8 +270,8 @@ def probed(
 
 
 def worst(results: Sequence[ProbeResult | WeftError]) -> ProbeResult | WeftError:
-    """The outcome of the checks of all ranks: an error, a failure, one that was skipped, or the
-    slowest."""
+    """The worst of all ranks' results: an error, else a failure, else a skipped check, else the
+    slowest check."""
 
     def badness(result: ProbeResult | WeftError) -> tuple[int, float]:
         if isinstance(result, WeftError):
@@ -323,7 +322,8 @@ def _served(backend: LoraBackend, pool: AdapterPool, probe: _Probe) -> LoraStep:
 
 
 class _Both(LoraStep):
-    """LoraStep and NormStep of an oracle, which compares with it what a serving step does."""
+    """The LoraStep and NormStep of the oracle, which also run the serving step on the same inputs
+    and record how far its results are off."""
 
     def __init__(self, served: LoraStep, oracle: ImageStep, pool: AdapterPool) -> None:
         self._served, self._oracle = served, oracle
@@ -332,7 +332,7 @@ class _Both(LoraStep):
         self.vocabulary = _BothVocabulary(self, added, oracle) if added is not None else None
         self._table = pool.table
         self._tolerance = layer_tolerance(pool.arena.dtype)
-        # Long before it is read, as kernels read slots before those ahead of them have ended.
+        # Made well ahead, as kernels may read slots before the kernels ahead of them have ended.
         self._no_slot_T = pool.rank_SL.new_full((2 * TOKENS,), -1)
         self._places: list[str] = []
         self._norms_at: list[Tensor] = []
@@ -391,7 +391,7 @@ class _Both(LoraStep):
         self.note(_name(self._table.groups[group]), got, y, base)
 
     def note(self, place: str, got: Tensor, want: Tensor, base: Tensor) -> None:
-        """For `check` to look at, which waits for the device once."""
+        """Record a comparison for `check`, so that the check waits for the device only once."""
         if got.shape != want.shape:
             raise _mismatch(place, torch.inf)
         self._places.append(place)
@@ -429,7 +429,7 @@ class _BothVocabulary:
 
 
 def _known(logits: Tensor) -> Tensor:
-    """The logits with 0 for the tokens that a row does not have."""
+    """The logits with 0 at tokens outside a row's vocabulary, where they are -inf."""
     return logits.masked_fill(logits == -torch.inf, 0)
 
 

@@ -1,8 +1,8 @@
-"""The processes of a model's other ranks, which may be started before it is known what they do.
+"""Starts the processes of a model's other ranks, if possible before their orders are known.
 
-They import torch first, which takes seconds. Who knows early that there will be other ranks lets
-them do so while it imports torch itself. Until it is told more, a process waits, and it ends when
-the one that started it is gone.
+They first import torch, which takes seconds. A process that knows early that it will need other
+ranks starts them before it imports torch itself. They then wait for more, and end when the process
+that started them is gone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COMMAND = "from weft.worker.rank import main; main()"
 
 
 TRACES = signal.SIGUSR1
-"""Lets a rank write to its log where each of its threads is."""
+"""The signal that has a rank write to its log where each of its threads is."""
 
 
 class Spawned(NamedTuple):
@@ -40,8 +40,8 @@ def spawn_ahead(tensor_parallel_size: int) -> None:
 
 
 def spawn(files: Sequence[int]) -> Spawned:
-    """A rank's process, started by now if it was not before, with descriptors of files for it; see
-    `received`."""
+    """A rank's process, which was started ahead or is started now. The descriptors `files` are sent
+    to it; see `received`."""
     made = _ahead.pop() if _ahead else _start()
     with contextlib.suppress(OSError):  # whoever listens to it sees that it is gone
         socket.send_fds(made.link, [b"."], files)
@@ -49,7 +49,7 @@ def spawn(files: Sequence[int]) -> Spawned:
 
 
 def received(link: socket.socket, num_files: int) -> list[int]:
-    """Wait for the descriptors that the first rank sends; none come if it is gone."""
+    """Wait for the descriptors that the first rank sends; empty if it is gone."""
     _, files, _, _ = socket.recv_fds(link, 1, num_files)
     return list(files)
 

@@ -4,9 +4,9 @@
              ^                   ^                      ^           ^            ^
              the ranks wait for each other: all of them take part in what comes next
 
-From the end of its imports on, each rank also loads its share of the model, on a thread of its own.
-It has ended the stage `model` when that is there. A rank that hangs would keep the others waiting
-for ever, so the time that a stage may take has a bound.
+From the end of its imports on, each rank also loads its share of the model, on a thread of its own;
+the stage `model` ends when that is loaded. A rank that hangs would keep the others waiting for
+ever, so the time of a stage is bounded.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ ALONE_S = 600.0
 """How long ranks may take for a stage in which each goes on by itself: imports, its share of the
 weights, its kernels."""
 TOGETHER_S = 120.0
-"""How long they may take for a stage that all of them have come to, and in which they wait for each
+"""How long they may take for a stage that all ranks have reached, in which they wait for each
 other."""
 IMPORTS, BUILT = "imports", "built"
-"""The first stage, and the last one: the rank can take steps."""
+"""The first stage, and the last one, after which a rank can take steps."""
 _BEFORE_TOGETHER = frozenset({IMPORTS, "model", "compile", "capture", "rehearse", BUILT})
 """Stages behind which ranks wait for each other."""
 
 
 class Starting:
-    """The stages that ranks have ended. Times are in seconds, by any one clock."""
+    """The last stage that each rank has ended. Times are in seconds, all by the same clock."""
 
     def __init__(self, num_ranks: int, now: float) -> None:
         self._ended: list[str | None] = [None] * num_ranks
         self._since = now
 
     def end(self, rank: int, stage: str, now: float) -> None:
-        """A rank has ended a stage."""
+        """Note that a rank has ended a stage."""
         self._ended[rank] = stage
         self._since = now
 
     def others_ended(self, stage: str) -> bool:
-        """Whether this stage is what all ranks but the first have ended last."""
+        """Whether `stage` is the last that each rank but the first has ended."""
         return all(ended == stage for ended in self._ended[1:])
 
     @property
@@ -45,7 +45,7 @@ class Starting:
         return all(ended == BUILT for ended in self._ended)
 
     def hangs(self, now: float) -> str:
-        """What is wrong, if no rank has ended a stage for too long; or an empty text."""
+        """Why the start counts as hanging, if no rank has ended a stage for too long; else ""."""
         together = all(stage in _BEFORE_TOGETHER for stage in self._ended)
         most_s = TOGETHER_S if together else ALONE_S
         if self.is_over or now - self._since <= most_s:

@@ -1,7 +1,7 @@
 """The forward pass of a step, from tensors on the device to logits.
 
-There is this one only: it runs eagerly, is captured in graphs, gives the log-probabilities of
-prompts, and is what the check of adapters goes through.
+All uses share this one: eager steps, captured steps, the log-probabilities of prompts, and the
+check of adapters.
 
 Shapes: T token rows, N sampled rows, R rows of the batch, I hidden size, V vocabulary.
 """
@@ -21,7 +21,7 @@ from weft.worker.inputs import Segments
 
 
 class Carried(NamedTuple):
-    """Tokens that were sampled by the step before, and that only the device knows yet."""
+    """Tokens that earlier steps have sampled, and that only the device knows yet."""
 
     carried_T: Tensor
     """bool (T,), whether the token is the last one sampled for its row."""
@@ -33,7 +33,7 @@ class Carried(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What the forward pass of one step reads, beside weights and caches."""
+    """The inputs of one step's forward pass, besides weights and caches."""
 
     ids_T: Tensor
     """int64 (T,)."""

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def wait_for(what: str, work: Callable[[], object], timeout_s: float) -> None:
-    """Do something that may hang on a thread of its own, and wait for it no longer than that."""
+    """Run `work`, which may hang, on a thread of its own, and wait for it up to `timeout_s`."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -24,7 +24,7 @@ def wait_for(what: str, work: Callable[[], object], timeout_s: float) -> None:
 
 
 class WatchedThreads(ThreadPoolExecutor):
-    """A pool of threads, which is stuck while all of them are."""
+    """A pool of threads that knows for how long all of them have been stuck."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         super().__init__(num_threads, thread_name_prefix=name)

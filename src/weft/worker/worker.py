@@ -40,8 +40,8 @@ REST_S = 10.0
 
 
 class DeviceSteps:
-    """The verbs of one device that come in one order, on one thread; see `Worker`. Steps and moves
-    share a queue: a CUDA stream, or a thread that stands in for one."""
+    """The verbs of one device whose order matters; one thread calls them. See `Worker`. Steps and
+    moves share a queue: a CUDA stream, or on a CPU a thread in its place."""
 
     def __init__(
         self, model: LoadedModel, pool: AdapterPool, executor: StepExecutor, activity: Activity
@@ -53,7 +53,7 @@ class DeviceSteps:
         self._on_gpu = model.device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-forward")
         self.wait_moved: Callable[[], object] = lambda: None
-        """Waits until the newest move, and all before it, are done; any thread."""
+        """Waits until all moves so far are done; for any thread."""
 
     def step(self, inputs: StepInputs) -> Flight:
         self._activity.note()
@@ -79,12 +79,12 @@ class DeviceSteps:
             self._behind_steps(self.pool.clear, slot)
 
     def place(self, slot: int, start: int, layout: ImageLayout) -> None:
-        """Let later steps find an image of that layout in a slot."""
+        """Let later steps find an image of this layout, at `start`, in a slot."""
         self._behind_steps(self.pool.install, slot, start, layout)
 
     def _behind_steps(self, change: Callable[..., None], *args: object) -> None:
-        """Change a table that steps read. On a CPU those launched so far may still read it: the
-        first rank has a step's tokens before others have got to its end."""
+        """Change a table that steps read. On a CPU it is changed behind the steps launched so far,
+        which may still read it even if the first rank has their tokens already."""
         if self._on_gpu:
             change(*args)
         else:
@@ -111,8 +111,8 @@ class DeviceSteps:
 
 
 class DeviceWorker(DeviceSteps, Worker):
-    """The worker of a model's only device, or of its first rank, which has the `others` do what it
-    does. Loads wait for moves; all else that is slow has threads of its own."""
+    """The worker of a model's only device, or of its first rank, which passes its verbs on to the
+    `others`. Slow verbs run on threads; the copies of loads wait for earlier moves."""
 
     def __init__(
         self,
