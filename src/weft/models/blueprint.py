@@ -1,9 +1,9 @@
 """The shape of a model as one table, from its configuration.
 
 Each row is a packed layer: the key of its weight, the projections in it as PEFT and checkpoints
-name them, its sizes, and how it is cut for several ranks. What is loaded, which targets adapters
-have, which group of the adapters' memory belongs to which layer of the decoder: all of it is read
-from this table.
+name them, its sizes, and how it is cut for several ranks. This table determines what is loaded,
+which targets adapters have, and which group of adapter memory belongs to which layer of the
+decoder.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TOKEN_NORM = "model.per_layer_projection_norm"
 """The second embedding of tokens, and the norm of each layer's part of that projection."""
 LAYER_SCALE, ROUTER_SCALE = "layer_scalar", "router.scale"
 EXPERT_SCALES = "router.per_expert_scale"
-"""Within a layer: what its output is multiplied by, what the router's input is, and what the weight
-of each expert is."""
+"""Names within a layer of the factors of its output, of the router's input, and of each expert's
+weight."""
 
 
 def target_table(config: ModelConfig, pair_ranks: int = 1) -> TargetTable:
@@ -58,8 +58,8 @@ def target_table(config: ModelConfig, pair_ranks: int = 1) -> TargetTable:
 def model_shard(
     config: ModelConfig, rank: int, size: int, *, fully_sharded_loras: bool = False
 ) -> Shard:
-    """What one of `size` ranks has of the model, and with `fully_sharded_loras` a share of both
-    halves of adapters. Raises ConfigError for what can't be divided."""
+    """What one of `size` ranks has of the model. `fully_sharded_loras`: it has only a share of A
+    and of B, see `weft.core.shards`. Raises ConfigError for what can't be divided."""
     pair_ranks = size if fully_sharded_loras else 1
     own = target_table(share_of(config, size), pair_ranks)
     if config.hidden_size % pair_ranks:
@@ -90,7 +90,7 @@ def is_linear(config: ModelConfig, layer: int) -> bool:
 
 
 def sinks_of(layer: int) -> str:
-    """The name of the scores of a layer's heads that no values belong to."""
+    """The name of a layer's attention sinks: a score for each head, without a value."""
     return f"model.layers.{layer}.self_attn.sinks"
 
 
@@ -125,7 +125,7 @@ def _linear_attention(config: ModelConfig, i: int) -> list[Packed]:
 
 
 def _vectors(config: ModelConfig) -> list[Vector]:
-    """What attention has beside its projections and norms."""
+    """The tensors of attention besides its projections and norms, which no adapter changes."""
     shape, heads = config.linear, config.num_heads
     if config.blocks == "gemma4":
         return _gemma4_vectors(config)
@@ -163,7 +163,7 @@ def _gemma4_vectors(config: ModelConfig) -> list[Vector]:
 
 
 def _layer_inputs(config: ModelConfig, i: int) -> list[Packed]:
-    """What brings a layer's part of the second embedding into the residual stream."""
+    """The projections of a layer's part of the second embedding into the residual stream."""
     if config.token_inputs is None:
         return []
     hidden, width = config.hidden_size, config.token_inputs.width
@@ -186,8 +186,8 @@ def _mlp(config: ModelConfig, i: int) -> list[Packed]:
 
 
 def _experts(moe: MoeConfig, hidden: int, i: int) -> list[Packed]:
-    """Router and experts. Some adapters see the experts' gate and up as one projection, so that
-    their weight is there twice."""
+    """Router and experts. Some adapters see the experts' gate and up as one projection, so the
+    table has them twice, as two projections and as one, with the same weight."""
     name, inner = f"model.layers.{i}.{moe.place}", moe.intermediate_size
     pair = _named(name, "experts.gate_proj", "experts.up_proj")
     one, down = _named(name, "experts.gate_up_proj"), _named(name, "experts.down_proj")

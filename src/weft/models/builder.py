@@ -21,7 +21,7 @@ from weft.models.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class LayerBuilder:
-    """Makes layers from the weights and their places in the model's table."""
+    """Makes layers from the model's weights and table."""
 
     config: ModelConfig
     weights: Weights
@@ -43,7 +43,7 @@ class LayerBuilder:
         return Experts(weight_EOI, groups, self.weights.biases.get(key))
 
     def sort(self, layer: int) -> Hashable:
-        """What tells a layer from those that launch other kernels."""
+        """A key that is equal for layers that launch the same kernels."""
         config, w, of = self.config, self.weights, f"{layer}."
         held = [(key.removeprefix(of), w.matrices[key]) for key in w.matrices if key.startswith(of)]
         shape = config.layer(layer)

@@ -1,5 +1,4 @@
-"""What a checkpoint's configuration says of the model, read once and checked, and where the
-checkpoint is."""
+"""Reads and checks a checkpoint's configuration, and finds or downloads the checkpoint."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class ModelConfig:
     attention_out_bias: bool
     mlp_bias: bool
     qk_norm: QkNorm | None
-    """What the RMS norms of q and k, before rope, run over; None: there are none."""
+    """Over what q and k are RMS-normed before rope: each head, or all heads; None: not at all."""
     windows: tuple[int | None, ...]
     """Per layer: how many positions a token sees, its own included; None: all."""
     ropes: tuple[RopeConfig | None, ...]
@@ -68,7 +67,7 @@ class ModelConfig:
     linear: LinearConfig | None = None
     """None: all layers have a KV cache."""
     output_gate: bool = False
-    """Whether q_proj has a gate for each head behind its queries."""
+    """Whether q_proj's output has a gate behind each head's query."""
     fused_qkv: bool = False
     """Whether checkpoints and adapters have one projection for q, k and v."""
     fused_mlp: bool = False
@@ -83,14 +82,14 @@ class ModelConfig:
     centered_norms: bool = False
     """Whether norms are LayerNorms without a bias; else they are RMS norms."""
     sinks: bool = False
-    """Whether each head of attention has a score that no value belongs to."""
+    """Whether attention has sinks: a score for each head, without a value, in its softmax."""
     layers: tuple[LayerShape, ...] = ()
-    """Of a model in which they differ; see `layer`."""
+    """The shape of each layer, if they differ within the model; see `layer`."""
     value_norm: bool = False
     """Whether each head's values have an RMS norm without weights."""
     token_inputs: TokenInputsConfig | None = None
     mtp_head: bool = False
-    """Whether the head that drafts several tokens is served: see `weft.models.mtp`."""
+    """Whether the multi-token prediction head is served: see `weft.models.mtp`."""
     quantized: Mapping[str, Any] | None = field(default=None, hash=False)
     """How the checkpoint's matrices are quantized, as config.json says; None: they are not."""
 
@@ -128,9 +127,9 @@ class ModelConfig:
 
 
 def share_of(config: ModelConfig, size: int) -> ModelConfig:
-    """The shape of what one of `size` ranks computes: some of the heads, and a share of the widths
-    of the MLP and of the experts. Where there are fewer key and value heads than ranks, several
-    ranks have the same ones. The vocabulary stays whole; see `weft.core.shards`.
+    """The shape of one of `size` ranks' share: some of the heads, and a share of the widths of the
+    MLP and of the experts. With fewer key and value heads than ranks, several ranks have the same
+    ones. The vocabulary stays whole; see `weft.core.shards`.
 
     Raises ConfigError, naming the field, for what can't be divided."""
     moe, linear = config.moe, config.linear
@@ -172,8 +171,8 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def _share_of_experts(moe: MoeConfig, size: int) -> MoeConfig:
-    """A share of the width of each expert; or if that is none that kernels for few rows take, some
-    experts, whole. docs/decisions/0020 says why. Raises ConfigError if neither can be divided."""
+    """A share of the width of each expert; or, if kernels for few rows can't take that width, some
+    whole experts. docs/decisions/0020 says why. Raises ConfigError if neither can be divided."""
     width, num = moe.intermediate_size, moe.num_experts
     moe = replace(moe, shared_size=moe.shared_size // size)
     if num % size == 0 and width % (size * EXPERT_UNIT):
@@ -212,7 +211,7 @@ _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 def resolve_model(
     path_or_id: str | Path, revision: str | None = None, *, weights: bool = True
 ) -> Path:
-    """The local folder of a model, downloaded when the name is a hub id.
+    """The local folder of a model, which is downloaded if the name is a hub id.
 
     `weights` False: without the safetensors files. Raises ConfigError when there is no such model.
     """
@@ -360,7 +359,7 @@ def _rope(parameters: RopeParameters, hf: Any, family: Family) -> RopeConfig:
 
 
 _ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
-"""What configurations call them."""
+"""The names of activations in configurations."""
 
 
 def _check_activation(hf: Any, family: Family) -> None:

@@ -30,7 +30,7 @@ from weft.models.weights import Weights
 __all__ = ["Decoder", "StepContext"]
 
 LayerCache = KVCache | StateCache
-"""What a layer keeps of all sequences."""
+"""What one layer keeps for all sequences: keys and values, or recurrent states."""
 
 
 class Decoder:
@@ -59,7 +59,7 @@ class Decoder:
         ]
         names = [f"model.layers.{i}.{name}" for i in layers for name in config.norm_names]
         self._norms = [parts.norm(name) for name in (*names, LAST_NORM)]
-        """Those of each layer in the order of their use, and the last one."""
+        """The norms of all layers, in the order of their use, and the last norm."""
         self._head = Head(weights.head, parts.group(HEAD), ranks, weights.deterministic)
         ropes = [(rope, config.layer(i).head_dim) for i, rope in enumerate(config.ropes)]
         distinct = list(dict.fromkeys(ropes))
@@ -76,8 +76,8 @@ class Decoder:
         ).item()
 
     def forward(self, ids_T: Tensor, step: StepContext, kv: Iterable[LayerCache]) -> Tensor:
-        """Hidden states after the final norm, (T, I). Writes the rows' K and V, and states, to
-        `kv`, which is asked for each layer's when its turn comes."""
+        """Hidden states after the final norm, (T, I). Writes the rows' K and V, or states, to the
+        caches in `kv`, which is iterated layer by layer."""
         x_TI = self.embed(ids_T, step)
         if self._embed_scale != 1:
             x_TI *= self._embed_scale
@@ -91,8 +91,8 @@ class Decoder:
 
     def abridged(self) -> tuple[Decoder, list[int]]:
         """The same model with only the first layer of each sort, and the numbers of these layers.
-        Its steps launch every kernel that those of the whole model do, in a fraction of the
-        time. A model whose layers can't do without each other keeps them all."""
+        Its steps launch every kernel of the whole model's steps in a fraction of the time. Gemma 4
+        keeps all layers, as they depend on each other."""
         kept = [self._sorts.index(sort) for sort in dict.fromkeys(self._sorts)]
         if self._gemma4 is not None:
             kept = list(range(len(self._layers)))
@@ -111,8 +111,8 @@ class Decoder:
         return self.config.moe is None or is_capturable(self.dtype, self.device)
 
     def logits(self, x_NI: Tensor, step: StepContext) -> Tensor:
-        """(N, V), for the sampled rows of what `forward` returned; wider if there are larger
-        vocabularies in the step."""
+        """The logits, (N, V), for `x_NI`, the sampled rows of what `forward` returned; wider if an
+        adapter in the step has a larger vocabulary."""
         logits_NV, scales = self._head(x_NI, step), self.config.scales
         if scales.logits != 1:
             logits_NV /= scales.logits
@@ -122,8 +122,8 @@ class Decoder:
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """How many bytes one block takes over all layers, keys and values; with those of the head that
-    drafts tokens, if that is served."""
+    """How many bytes the keys and values of one block take over all layers, including the multi-
+    token prediction head if that is served."""
     per_token = 0
     for i in range(config.num_layers):
         shape = config.layer(i)
@@ -135,7 +135,7 @@ def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype)
 
 
 def state_bytes(config: ModelConfig, num_states: int, dtype: torch.dtype) -> int:
-    """How many bytes so many recurrent states take over all layers."""
+    """How many bytes `num_states` recurrent states take over all layers."""
     if config.linear is None:
         return 0
     of_layer = allocate_states(config.linear, num_states, dtype, "meta")
@@ -181,7 +181,7 @@ def _states_of_layers(
 
 def stacked(kv: Iterable[LayerCache]) -> list[Tensor]:
     """The states of all layers of `allocate_kv_cache` as two tensors (layers, states, ...), so that
-    one copy of each takes those of a sequence; none for a model without states."""
+    one copy of each takes a sequence's states in all layers; [] for a model without states."""
     caches = [cache for cache in kv if isinstance(cache, StateCache)]
     firsts = (caches[0].inputs, caches[0].delta) if caches else ()
     return [
@@ -191,8 +191,8 @@ def stacked(kv: Iterable[LayerCache]) -> list[Tensor]:
 
 
 def pre_norm(x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext) -> Tensor:
-    """`x += attend(norm(x)); x += mlp(norm(x))` for each layer, and the norm of what comes out.
-    The sum over ranks, the addition and the norm that follows it are one operation."""
+    """`x += attend(norm(x)); x += mlp(norm(x))` for each layer. Returns the last norm of x. The sum
+    over ranks, the addition and the norm that follows it are one operation."""
     normed_TI = next(norms)(x_TI, step)
     for layer, cache, rope in layers:
         delta = layer.attend(normed_TI, rope, step, cache)
@@ -205,7 +205,7 @@ def pre_norm(x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: Step
 def _post_norm(
     x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext
 ) -> Tensor:
-    """`x += norm(attend(x)); x += norm(mlp(x))` for each layer, and the norm of what comes out."""
+    """`x += norm(attend(x)); x += norm(mlp(x))` for each layer. Returns the last norm of x."""
     for layer, cache, rope in layers:
         add_normed(x_TI, layer.attend(x_TI, rope, step, cache), next(norms), None, step)
         add_normed(x_TI, layer.mlp(x_TI, step), next(norms), None, step)
@@ -215,8 +215,8 @@ def _post_norm(
 def _both_norms(
     x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext
 ) -> Tensor:
-    """`x += norm(attend(norm(x))); x += norm(mlp(norm(x)))` for each layer, and the norm of what
-    comes out."""
+    """`x += norm(attend(norm(x))); x += norm(mlp(norm(x)))` for each layer. Returns the last norm
+    of x."""
     normed_TI = next(norms)(x_TI, step)
     for layer, cache, rope in layers:
         attended = layer.attend(normed_TI, rope, step, cache)
@@ -226,7 +226,7 @@ def _both_norms(
 
 
 def _parallel(x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext) -> Tensor:
-    """`n = norm(x); x += attend(n) + mlp(n)` for each layer, and the norm of what comes out."""
+    """`n = norm(x); x += attend(n) + mlp(n)` for each layer. Returns the last norm of x."""
     normed_TI = next(norms)(x_TI, step)
     for layer, cache, rope in layers:
         attended_TI = layer.attend(normed_TI, rope, step, cache).whole()

@@ -1,5 +1,5 @@
-"""The families of models that are served, each as a row of `FAMILIES`: how the configuration of its
-checkpoints is read. Whatever Weft would compute wrongly is refused here, by name."""
+"""The families of models that are served. A row of `FAMILIES` says how the configuration of a
+family's checkpoints is read. What Weft would compute wrongly is refused here, by name."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _mixtral(hf: Any) -> MoeConfig:
 
 
 def _rope_in_windows(hf: Any) -> tuple[RopeParameters | None, ...]:
-    """Layers that see all positions don't rotate them."""
+    """The rope of each layer; None for layers that see all positions, which don't rotate them."""
     windows = (kind == "sliding_attention" for kind in attention_types(hf))
     return tuple(hf.rope_parameters if window else None for window in windows)
 
@@ -166,7 +166,7 @@ def _cohere_scales(hf: Any) -> Scales:
 
 
 def _swiglu(hf: Any) -> tuple[float, float]:
-    """alpha and limit, which are no fields in older releases of transformers."""
+    """alpha and limit of the activation, which are no fields in older releases of transformers."""
     return float(getattr(hf, "swiglu_alpha", 1.702)), float(getattr(hf, "swiglu_limit", 7.0))
 
 
@@ -336,10 +336,10 @@ FAMILIES: dict[str, Family] = {
     "Gemma4ForConditionalGeneration": replace(GEMMA4, text_of="gemma4"),
     "Mistral3ForConditionalGeneration": replace(_MISTRAL, text_of="mistral3"),
 }
-"""By architecture; see `family_of` for those that are not of one family alone."""
+"""By architecture; see `family_of` for architectures of several families."""
 
 OTHER_TEXT = {"Mistral3ForConditionalGeneration": replace(_MINISTRAL3, text_of="mistral3")}
-"""Of checkpoints that may hold another text model than `FAMILIES` says."""
+"""Further families of architectures whose checkpoints may hold another text model."""
 
 
 def family_of(architecture: str, raw: Mapping[str, Any]) -> Family:

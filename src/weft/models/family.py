@@ -1,4 +1,4 @@
-"""What a family of models may be made of, and how one is described: see `weft.models.families`."""
+"""The parts by which a family of models is described; see `weft.models.families`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from weft.kernels.ops import Activation
 
 QkNorm = Literal["head", "width"]
-"""head: each head on its own. width: all heads of a token at once."""
+"""What the norm of q and k runs over. head: each head. width: all heads of a token."""
 Blocks = Literal["pre", "post", "both", "parallel", "gemma4"]
 """Where attention and MLP have their norms. pre: `x += f(norm(x))`. post: `x += norm(f(x))`. both:
 `x += norm(f(norm(x)))`. parallel: attention and MLP have one norm together,
@@ -50,29 +50,29 @@ class MoeConfig:
     layers: tuple[bool, ...]
     """Per layer: whether it has experts; others have a dense MLP."""
     names: tuple[str, str, str, str]
-    """What checkpoints with a tensor per expert call the MLP, and an expert's gate, up and down."""
+    """In checkpoints with a tensor per expert: names of the MLP, and an expert's gate, up, down."""
     router: str = "gate"
-    """What the router is called."""
+    """The router's name."""
     weights_of_chosen: bool = False
-    """Whether a token's weights are the softmax over the experts chosen for it alone; else they are
-    of that over all."""
+    """Whether a token's weights are a softmax over its chosen experts only; else they come from a
+    softmax over all experts."""
     biased: bool = False
     """Whether router and experts have biases."""
     clamped_swiglu: tuple[float, float] | None = None
-    """alpha and limit of that activation. Gate and up are then one projection of interleaved
-    columns, which checkpoints have for all experts in one tensor, (experts, in, out)."""
+    """alpha and limit, if the activation is `ClampedSwiglu`. Gate and up are then one projection of
+    interleaved columns, with one tensor for all experts in checkpoints, (experts, in, out)."""
     shared_size: int = 0
     """The inner width of an expert that all tokens go through, each with a weight of its own
     between 0 and 1; 0: there is none."""
     place: str = "mlp."
-    """How the names of router and experts begin within a layer."""
+    """The prefix of the names of router and experts within a layer."""
     stacked: bool = False
     """Whether checkpoints have all experts in one tensor, (experts, out, in)."""
     beside_mlp: bool = False
-    """Whether these layers have a dense MLP too, beside which the experts are."""
+    """Whether these layers also have a dense MLP, beside the experts."""
     expert_ranks: int = 1
-    """Over how many ranks the experts are divided, each of them whole; 1: all are here, or a part
-    of the width of each."""
+    """Over how many ranks whole experts are divided; 1: every rank has all of them, or a part of
+    the width of each."""
 
     @property
     def num_here(self) -> int:
@@ -87,17 +87,17 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer may have otherwise than other layers of its model."""
+    """What may differ between the layers of one model."""
 
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
     """The inner width of its dense MLP."""
     cache: int
-    """The layer whose KV cache it reads: its own number; or that of a layer ahead of it, and then
-    it computes queries only."""
+    """The layer whose KV cache it reads: its own number, or that of an earlier layer; then it only
+    computes queries."""
     keys_are_values: bool = False
-    """Whether the projection to keys gives the values, too, and there is none to values."""
+    """Whether the projection to keys also gives the values, without a projection to values."""
 
 
 class TokenInputsConfig(NamedTuple):
@@ -105,7 +105,7 @@ class TokenInputsConfig(NamedTuple):
 
     vocab_size: int
     width: int
-    """Of one layer's part."""
+    """The width of one layer's part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,9 @@ class LinearConfig:
     value_dim: int
     conv_width: int
     by_key_head: bool = False
-    """Whether the layer has two projections, whose outputs lie by key head: queries, keys, values
-    and z of one after the other, and b and a. Else there are four: queries, keys and values, z, b
-    and a."""
+    """Whether the layer has two projections, whose outputs are ordered by key head: one to queries,
+    keys, values and z, the other to b and a. Else it has four: one to queries, keys and values, and
+    one each to z, b and a."""
 
     def __post_init__(self) -> None:
         if self.num_values % self.num_keys:
@@ -144,7 +144,7 @@ class LinearConfig:
 
     @property
     def channels(self) -> int:
-        """What goes through the convolution: queries, keys and values."""
+        """The width of the convolution: all queries, keys and values."""
         return 2 * self.keys + self.values
 
     @property
@@ -216,7 +216,7 @@ class Family:
     """What a layer calls its norms, in the order of their use, where that differs from
     NORM_NAMES."""
     layers: Callable[[Any], tuple[LayerShape, ...]] = lambda hf: ()
-    """The layers of a family in which they differ; of others there are none."""
+    """The shape of each layer, for families whose layers differ; else ()."""
     value_norm: bool = False
     """Whether each head's values have an RMS norm without weights."""
     token_inputs: Callable[[Any], TokenInputsConfig | None] = lambda hf: None
@@ -230,24 +230,23 @@ class Family:
     moe: Callable[[Any], MoeConfig | None] = lambda hf: None
     linear: Callable[[Any], LinearConfig | None] = lambda hf: None
     output_gate: bool = False
-    """Whether q_proj has a gate for each head behind its queries, which multiplies what attention
-    gives."""
+    """Whether q_proj's output has a gate behind each head's query, for the output of attention."""
     scales: Callable[[Any], Scales] = _no_scales
     activation_field: str = "hidden_act"
     activation: Activation = "silu"
-    """The only one that is served."""
+    """The only activation that is served for this family."""
     norm_offset: float = 0.0
     """What is added to the weights of norms."""
     centered_norms: bool = False
     """Whether norms are LayerNorms without a bias."""
     mtp_head: bool = False
-    """Whether checkpoints may have a head that drafts several tokens: see `weft.models.mtp`."""
+    """Whether checkpoints may have a multi-token prediction head: see `weft.models.mtp`."""
     sinks: bool = False
-    """Whether each head of attention has a score that no value belongs to."""
+    """Whether attention has sinks: a score for each head, without a value, in its softmax."""
     mxfp4: bool = False
     """Whether checkpoints may hold the experts' weights in mxfp4."""
     norm_eps: str = "rms_norm_eps"
-    """The field that has it."""
+    """The name of the configuration's field with the norms' epsilon."""
     text_of: str = ""
-    """The `model_type` of checkpoints that hold more than text, of which this is the text model.
-    Its configuration is then their `text_config`."""
+    """If this is the text part of a larger model: that model's `model_type`. The configuration is
+    then its `text_config`."""

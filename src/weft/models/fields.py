@@ -1,5 +1,5 @@
-"""Which fields of a model's configuration are read, and which don't matter. All others must be at
-their default: a model that needs something else is refused by name, never served approximately."""
+"""Lists the fields of configurations that are read, and those that don't matter. All others must be
+at their default: a model that sets one is refused by its name, never served approximately."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ WITHOUT_EFFECT = frozenset(
 
 
 def check_fields(hf: Any) -> None:
-    """Look at all fields of a configuration of transformers. Raises ConfigError for one that is
-    neither read nor without effect and has another value than its default."""
+    """Check all fields of a configuration of transformers. Raises ConfigError for a field that is
+    not at its default, unless it is read or has no effect."""
     defaults, stated = type(hf)().to_dict(), hf.to_dict()
     if "per_layer_config" in stated.keys() - defaults.keys():
         raise ConfigError(f"per_layer_config is not served for {hf.model_type}", "per_layer_config")

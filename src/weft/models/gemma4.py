@@ -1,5 +1,5 @@
-"""The layers of Gemma 4: norms on both sides of attention and MLP, and around these parts that
-other families do not have.
+"""The layers of Gemma 4: norms on both sides of attention and MLP, and further parts that other
+families do not have.
 
 Each layer, with x the residual stream:
 
@@ -50,8 +50,8 @@ class Layer(Protocol):
 
 
 class TokenInputs:
-    """What each layer gets of a token: its part of a second embedding, and of a projection of the
-    first one."""
+    """Computes each layer's input from a token: its part of a second embedding of the token, plus
+    its part of a projection of the first embedding."""
 
     def __init__(self, parts: LayerBuilder, width: int) -> None:
         config, vectors = parts.config, parts.weights.vectors
@@ -64,7 +64,7 @@ class TokenInputs:
         self._projection_scale = config.hidden_size**-0.5
 
     def __call__(self, ids_T: Tensor, x_TI: Tensor, step: StepContext) -> Tensor:
-        """The inputs of all layers, (L, T, P), of tokens and their scaled embeddings."""
+        """The inputs of all layers, (L, T, P). `x_TI`: the tokens' scaled embeddings."""
         shape = len(ids_T), *self._shape
         own_TLP = F.embedding(ids_T, self._embedding_VO).view(shape) * self._scale
         projected_TO = self._projection.whole(x_TI, step) * self._projection_scale
@@ -82,7 +82,7 @@ class TokenInputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """How a layer's part of the inputs comes into the residual stream."""
+    """Adds a layer's part of the token inputs to the residual stream."""
 
     gate: Linear
     projection: Linear
@@ -96,8 +96,8 @@ class LayerInput:
 
 @dataclass(frozen=True, slots=True)
 class BesideMlp:
-    """The experts beside a layer's MLP. Their router reads the residual stream by a norm that has a
-    factor for each column."""
+    """The experts beside a layer's MLP. Their router reads the residual stream through a norm with
+    a factor for each column."""
 
     experts: SparseMlp
     router_I: Tensor
@@ -141,7 +141,7 @@ class Gemma4Blocks:
         norms: Iterator[RowNorm],
         step: StepContext,
     ) -> Tensor:
-        """The norm of what the last layer gives, (T, I). `norms` are all layers', and that one."""
+        """The norm of the last layer's output, (T, I). `norms`: those of all layers, then this."""
         inputs_LTP = None
         if self._token_inputs is not None:
             inputs_LTP = self._token_inputs(ids_T, x_TI, step)

@@ -45,8 +45,8 @@ def _layers(hf: Any) -> tuple[LayerShape, ...]:
 
 
 def _heads(hf: Any, layer: int, kind: str) -> tuple[int, int]:
-    """Key and value heads of a layer, and their dimension. Older releases of transformers state
-    them by the kind of layer."""
+    """The number of key and value heads of a layer, and their dimension. Older releases of
+    transformers state them by the kind of layer."""
     if hf.to_dict().get("per_layer_config"):
         own = hf.per_layer_config[layer]
         return own.num_key_value_heads, own.head_dim
@@ -61,8 +61,8 @@ _OVERRIDDEN = {"head_dim", "num_key_value_heads"}
 
 
 def _check_overrides(hf: Any, shapes: list[LayerShape]) -> None:
-    """Raises ConfigError for what can't differ between layers, or between one that reads a cache
-    and the one whose it is."""
+    """Raises ConfigError for shapes that may not differ between layers, or between a layer that
+    reads another layer's cache and that layer."""
     stated = hf.to_dict().get("per_layer_config") or {}
     others = {name for layer in stated.values() for name in layer} - _OVERRIDDEN
     if others:

@@ -1,5 +1,5 @@
-"""The layers that adapters can change: linear, embedding, head and norms. Nothing else knows of
-adapters.
+"""The layers that adapters can change: linear, embedding, head and norms. No other part of the
+models knows about adapters.
 
 Shapes: T token rows, N sampled rows, I inputs, O outputs, V vocabulary, H query heads, K key and
 value heads, D head dimension.
@@ -23,7 +23,7 @@ from weft.kernels.ops import Ops, Product
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What the layers need to know of one step beside their input."""
+    """What the layers need to know of one step besides their input."""
 
     positions_T: Tensor
     """The position of each token within its sequence, int64 (T,)."""
@@ -41,7 +41,7 @@ class StepContext:
 
 
 def with_offset(weight: Tensor, offset: float) -> Tensor:
-    """The weights of a norm plus a constant, in fp32 unless there is none to add."""
+    """The weights of a norm plus `offset`, in fp32; unchanged if the offset is 0."""
     return weight.float() + offset if offset else weight
 
 
@@ -50,7 +50,7 @@ class RowNorm:
     """The norm of rows, in which an adapter may have weights of its own for its rows."""
 
     weight_I: Tensor
-    """With its offset."""
+    """The weights, including the offset."""
     eps: float
     index: int
     """Its number in the model's TargetTable."""
@@ -68,8 +68,8 @@ class RowNorm:
         delta: Product | None = None,
         delta_scale: float = 1.0,
     ) -> Tensor:
-        """The norm of `x`, or of its sum with `delta * delta_scale`, which is added to it in
-        place. A `delta` is a rank's part of a sum over ranks."""
+        """The norm of x. With a `delta`, the sum over ranks of `delta * delta_scale` is first added
+        to x in place."""
         if delta is None or self.ranks.size == 1:
             y_TI = self.ops.rms_norm(
                 x_TI, self.weight_I, self.eps, delta, delta_scale, self.centered
@@ -87,8 +87,8 @@ class RowNorm:
         return y_TI
 
     def scaled(self, x_TI: Tensor, mean_T: Tensor, step: StepContext) -> Tensor:
-        """The norm of rows whose mean squares, fp32 (T,), are known, as they have more columns than
-        those of x."""
+        """The RMS norm of rows of which x has only some columns, given the whole rows' mean squares
+        `mean_T`, fp32 (T,)."""
         x_TI = x_TI.float() * (mean_T + self.eps).rsqrt()[:, None]
         y_TI = x_TI * self.weight_I
         if step.norms is not None:
@@ -107,9 +107,8 @@ def add_normed(
     factor_1: Tensor | None = None,
 ) -> Tensor:
     """Add the norm `after` of `delta` to x and multiply x by the factor, if there is one, in place.
-    Returns the norm `before` of x, with which the next operation begins, or x itself if it has
-    none. `is_part`: whether `delta` is a rank's part of a sum over ranks; else each rank has the
-    whole of it."""
+    Returns the norm `before` of x, which the next operation takes, or x itself without one.
+    `is_part`: whether `delta` is a rank's part of a sum; else each rank has all of it."""
     if step.norms is not None or after.ranks.size > 1:
         delta_TI = delta.whole()
         x_TI += after(after.ranks.sum(delta_TI) if is_part else delta_TI, step)
@@ -122,8 +121,8 @@ def add_normed(
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """The weights of the norms over each head's q and k, and its v if that has one, which are
-    applied with rope."""
+    """The weights of the norms over each head's q and k, and v if that has one. The operation of
+    rope applies these norms."""
 
     weight_ND: Tensor
     """(H + K, D), or (H + 2 K, D) with those of v; repeated for the heads."""
@@ -138,7 +137,7 @@ class HeadNorm:
     """What is added to an adapter's weights."""
 
     def __call__(self, num_rows: int, step: StepContext) -> Tensor:
-        """The weights for all rows, as `weight_ND`; or row by row, (T, H + K, D) or with v."""
+        """`weight_ND`, if it is for all rows; else each row's weights, (T, H + K or H + 2 K, D)."""
         if step.norms is None:
             return self.weight_ND
         q_own = step.norms.of(self.q_index)
@@ -156,8 +155,8 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True)
 class WidthNorm:
-    """The norms over all heads' q at once, and over all heads' k, ahead of rope. The heads of all
-    ranks count."""
+    """The norms over the q of all heads together, and over their k, before rope. On several ranks,
+    they are over the heads of all ranks."""
 
     q: RowNorm
     k: RowNorm
@@ -191,7 +190,7 @@ class Linear:
     """Its number in the model's TargetTable."""
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Product:
-        """The product with its adapters' part, which may be left to what reads the product next."""
+        """The product. The adapters' part may be pending, for the operation that reads it next."""
         if step.lora is not None:
             found = step.lora.product(x_TI, self.weight, self.bias_O, self.group)
             if found is not None:

@@ -19,10 +19,10 @@ from weft.models.layers import Linear, StepContext
 
 @dataclass(frozen=True, slots=True)
 class LinearAttention:
-    """One such layer: projection, convolution, delta rule, gated norm, projection."""
+    """A layer of linear attention: projection, convolution, delta rule, gated norm, projection."""
 
     into: Linear
-    """To queries, keys and values, the gate z, and for each value head b and a."""
+    """The projection to queries, keys, values, the gate z, and for each value head b and a."""
     out: Linear
     layer: DeltaLayer
     ops: Ops

@@ -1,8 +1,8 @@
-"""A model with its weights: read from safetensors, or made at random, straight on the device.
+"""Loads a model's weights from safetensors, or makes random ones, directly on the device.
 
-What a model's files must hold follows from the table of its shape (`models/blueprint.py`): each
-projection's tensor is read into its rows of the packed weight. Of a model that is cut for several
-ranks, each rank reads its own part of every tensor (`weft.core.shards`).
+The table of the model's shape (`models/blueprint.py`) says which tensors its files must hold; each
+projection's tensor is read into its rows of the packed weight. On several ranks, each reads its own
+part of every tensor (`weft.core.shards`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LoadedModel:
     """A base model, or a rank's share of it, whose weights are on their device."""
 
     config: ModelConfig
-    """The shape of what is here."""
+    """The shape of the model, or of this rank's share."""
     shard: Shard
     weights: Weights
     dtype: torch.dtype
@@ -56,11 +56,11 @@ class LoadedModel:
     quantization: str | None
     """What `--quantization` says: a name in `weft.kernels.quant`."""
     mtp_head: Weights | None = None
-    """The head that drafts tokens, if it is served; see `weft.models.mtp`."""
+    """The multi-token prediction head, if it is served; see `weft.models.mtp`."""
 
     @property
     def table(self) -> TargetTable:
-        """The table of what is here."""
+        """The table of the model, or of this rank's share."""
         return self.shard.own
 
 
@@ -68,7 +68,7 @@ def load_model(
     args: ModelArgs, rank: int = 0, fully_sharded_loras: bool = False, mtp_head: bool = False
 ) -> LoadedModel:
     """Load the share of one of `args.tensor_parallel_size` ranks; see `model_shard`. `mtp_head`:
-    with the head that drafts tokens.
+    also load the multi-token prediction head.
 
     Raises ConfigError for a device that is not there, a model that is not served or can't be
     divided, and a context or a head that the model does not have."""
@@ -101,8 +101,8 @@ def load_model(
 def _load_mtp_head(
     args: ModelArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device, rank: int
 ) -> Weights:
-    """A rank's share of the head that drafts tokens, whose weights are not quantized. Raises
-    ConfigError if the checkpoint has none."""
+    """A rank's share of the multi-token prediction head, whose weights are not quantized. Raises
+    ConfigError if the checkpoint has no such head."""
     own, shard = mtp.head_config(config), mtp.head_shard(config, rank, args.tensor_parallel_size)
     if args.load_format == "dummy":
         return dummy_weights(own, dtype, device, shard=shard)
@@ -114,8 +114,8 @@ def _load_mtp_head(
 
 
 def device_of(name: str, index: int | None = None) -> torch.device:
-    """The device that auto, cpu or cuda stands for, the GPU of that number if one is given. Raises
-    ConfigError where there is none."""
+    """The device for "auto", "cpu" or "cuda"; `index`: the number of the GPU. Raises ConfigError if
+    there is no such device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -129,7 +129,7 @@ def device_of(name: str, index: int | None = None) -> torch.device:
 
 
 def dtype_of(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype that auto, or another name, stands for."""
+    """The dtype for "auto", given model and device, or for another name."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else config.dtype
         name = "bfloat16" if name == "float32" and device.type == "cuda" else name
@@ -137,7 +137,7 @@ def dtype_of(name: str, config: ModelConfig, device: torch.device) -> torch.dtyp
 
 
 def _check_deterministic(config: ModelConfig) -> None:
-    """Raises ConfigError for a model some of whose kernels are not."""
+    """Raises ConfigError for a model with kernels that are not deterministic."""
     for has, what in (
         (config.moe is not None, "a mixture of experts"),
         (config.linear is not None, "linear attention"),
@@ -156,11 +156,11 @@ def load_weights(
     shard: Shard | None = None,
     prefix: str = "",
 ) -> Weights:
-    """Read the safetensors files of `folder`, tensor by tensor, or of each what `shard` says; with
-    `quantization` the layers' matrices are put into that format of `weft.kernels.quant`. Without
-    it, a GPU holds those of a quantized checkpoint packed, where there are kernels for that.
-    `prefix`: how the names of a part beside the text model begin, in place of `model.`. Raises
-    ConfigError naming what is missing or has another shape."""
+    """Read the safetensors files of `folder`, tensor by tensor; with `shard`, its part of each.
+    `quantization`: the format of `weft.kernels.quant` for the layers' matrices. Without it, a GPU
+    keeps the matrices of a quantized checkpoint packed, if there are kernels for that. `prefix`: of
+    the tensors' names, for a part beside the text model, instead of `model.`. Raises ConfigError,
+    naming a tensor that is missing or has another shape."""
     form, device = _form_of(quantization), torch.device(device)
     shard = shard or unsharded(target_table(config))
     packs = quantization is None and config.quantized is not None and device.type == "cuda"
@@ -210,8 +210,8 @@ def load_weights(
 
 
 def _own_name(stored_name: str, prefix: str, has_head: bool) -> str | None:
-    """What the part with the prefix, or the text model, calls a tensor; None if it is of another
-    part, as those of a head for several tokens are in families that have one."""
+    """A tensor's name within the part with `prefix`, or within the text model; None if it belongs
+    to another part, such as the multi-token prediction head."""
     if not prefix:
         of_head = has_head and stored_name.startswith(mtp.PREFIX)
         return None if of_head else text_name(stored_name)
@@ -220,7 +220,7 @@ def _own_name(stored_name: str, prefix: str, has_head: bool) -> str | None:
 
 
 def _form_of(quantization: str | None) -> Format | None:
-    """The format that matrices are put into; None where they stay as they are read."""
+    """The format of that name for matrices; None if they stay as they are read."""
     return None if quantization in (None, VALUES) else format_named(quantization)
 
 
@@ -232,8 +232,8 @@ def dummy_weights(
     quantization: str | None = None,
     shard: Shard | None = None,
 ) -> Weights:
-    """Random weights made on the device: normal with deviation 0.02, norms 1. A rank's are those of
-    the whole model, which are made one by one."""
+    """Random weights made on the device: normal with deviation 0.02, norms 1. A rank gets its part
+    of the same whole tensors, which are made one by one."""
     generator = torch.Generator(device=device).manual_seed(seed)
     form, device = _form_of(quantization), torch.device(device)
     late = form is not None and not form.by_projection
@@ -277,7 +277,7 @@ def allocate_weights(
     """Empty weights. On a CPU, matrices of fp32 are (out, in) views of (in, out) memory, which
     products with few rows read faster; the embedding is read by row, and experts lie one after
     another.
-    `late`: those of linear layers have no memory, as each is put into its form on its own."""
+    `late`: linear layers' matrices get no memory yet, as each is put into its format by itself."""
     table = shard.own
     weights = Weights(table, {}, {}, {})
     # The head lies before the layers: behind them, a decode step on an H200 takes 1 % longer.
@@ -301,7 +301,7 @@ def allocate_weights(
     for norm in table.norms:
         weights.norms[norm.name] = torch.empty(norm.size, dtype=dtype, device=device)
     for name, shape, *_ in table.vectors:
-        # What decays are made of stays in fp32, whose rounding is repeated for every token.
+        # Parameters of decays stay in fp32, as their rounding would act again with every token.
         own = torch.float32 if name.endswith(("A_log", "dt_bias")) else dtype
         weights.vectors[name] = torch.empty(shape, dtype=own, device=device)
     return weights
@@ -338,7 +338,7 @@ def quantize_weights(weights: Weights, form: Format) -> None:
 
 
 def _change_values(weights: Weights, form: Format | None) -> None:
-    """Change the values of each projection, where the format is one of values."""
+    """Change the values of each projection, if the format goes by projection."""
     if form is None or not form.by_projection:
         return
     for key, (group, *_) in weights.table.by_key.items():

@@ -1,8 +1,8 @@
-"""The matrices of linear layers while a model is loaded.
+"""Assembles the matrices of linear layers while a model is loaded.
 
-A matrix gets its memory with its first tensor, and its final form with its last one. So only one
-matrix at a time is there in both forms. If kernels can multiply with what a quantized checkpoint
-holds, it is packed as it comes, and never expanded.
+A matrix gets its memory with its first tensor, and is put into its final format with its last one.
+So only one matrix at a time is in memory in both. If there are kernels for a quantized checkpoint's
+tensors, these are packed as they come, and never expanded.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class LinearMatrices:
         empty: Callable[[str], Tensor],
         packs: bool,
     ) -> None:
-        """`form`: what matrices are put into. `empty`: makes a dense one. `packs`: whether what is
-        quantized is packed."""
+        """`form`: the format of the matrices. `empty`: makes a dense matrix, by key. `packs`:
+        whether quantized tensors are packed."""
         self._matrices, self._form, self._empty, self._packs = matrices, form, empty, packs
         self._missing = Counter(place.of[0] for place in places if place.of is not None)
         self._dense: dict[str, Tensor] = {}
         self._packed: dict[str, dict[int, PackedWeight]] = {}
-        """By key, and by their first row."""
+        """By the matrix's key, and by first row."""
 
     def take(self, place: Place, stored: Any) -> None:
         """Take a tensor whose place is in a linear layer."""
@@ -54,7 +54,7 @@ class LinearMatrices:
             self._matrices[key] = self._whole(key)
 
     def _pack(self, place: Place, stored: Any) -> PackedWeight | None:
-        """What belongs to this rank, packed; None where it can't be."""
+        """This rank's part of a tensor, packed; None if it can't be packed."""
         assert place.view is not None
         codes = stored.codes() if isinstance(stored, Dequantized) else None
         if codes is None:
@@ -73,7 +73,7 @@ class LinearMatrices:
         place._replace(view=self._dense[key][start : start + rows]).fill(stored)
 
     def _whole(self, key: str) -> Weight:
-        """A matrix whose tensors have all come, in its form."""
+        """A matrix whose tensors have all come, in its final format."""
         packed = self._packed.pop(key, {})
         dense = self._dense.pop(key, None)
         if dense is None:

@@ -3,8 +3,8 @@
 Shapes: T token rows, E experts, K experts per token, P = T * K pairs of a token and an expert,
 I hidden size, F width of an expert.
 
-Pairs are ordered by expert, and those of one expert as the tokens are, so that the rows of one
-expert are consecutive, and among them those of one adapter.
+Pairs are ordered by expert, and within an expert as the tokens are. So the rows of one expert are
+consecutive, and among them the rows of one adapter.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Routing(NamedTuple):
     place_P: Tensor
     """The place of each pair, int64; the inverse of `order_P`."""
     expert_P: Tensor
-    """The expert at each place, int64, rising; -1 at the last ones, whose experts are elsewhere."""
+    """The expert at each place, int64, ascending; -1 at the last places, if those experts are on
+    other ranks."""
     ends_E: Tensor
     """The first place beyond each expert's, int32."""
 
 
 def route(expert_TK: Tensor, num_experts: int, first: int | None = None) -> Routing:
-    """Order the pairs by expert, which takes nothing that the host would have to know. `first`: the
-    number of the first of the experts here, where others are elsewhere; they are counted from it
-    on."""
+    """Order the pairs by expert, without waiting for the device. `first`: if some experts are on
+    other ranks, the number of the first expert here, from which experts are then counted."""
     if first is not None:
         expert_TK = expert_TK - first
         expert_TK = expert_TK.where((expert_TK >= 0) & (expert_TK < num_experts), num_experts)
@@ -54,10 +54,10 @@ def route(expert_TK: Tensor, num_experts: int, first: int | None = None) -> Rout
 
 
 def grouped_linear(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """Each expert's matrix times its rows, (P, O); its rows end before `ends_E`. Rows behind those
-    of the last expert may get any values.
+    """Each expert's matrix times its rows, (P, O); `ends_E`: the end of each expert's rows. Rows
+    behind those of the last expert may get any values.
 
-    On a GPU see `is_capturable`. On a CPU only the experts that have rows are read.
+    On a GPU see `is_capturable`. On a CPU only the matrices of experts with rows are read.
     """
     if x_PI.is_cuda:
         return F.grouped_mm(x_PI, weight_EOI.transpose(1, 2), offs=ends_E)
@@ -71,8 +71,8 @@ def grouped_linear(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def check_width(weight_EOI: Tensor) -> None:
-    """Refuse experts that torch's grouped product can't read on a GPU, where it takes rows of whole
-    units of 16 bytes only. Raises ConfigError."""
+    """Raises ConfigError for experts whose rows are no multiples of 16 bytes, which torch's grouped
+    product on a GPU can't read."""
     width, unit = weight_EOI.shape[2], 16 // weight_EOI.itemsize
     if weight_EOI.is_cuda and width % unit:
         raise ConfigError(
@@ -83,8 +83,8 @@ def check_width(weight_EOI: Tensor) -> None:
 
 
 def is_capturable(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `grouped_linear` on a GPU leaves the host out. Where torch has no kernel for it, the
-    host reads where each expert ends, and orders one product after another."""
+    """Whether `grouped_linear` on a GPU works without the host. If torch has no kernel for it, the
+    host reads where each expert ends, and launches one product after another."""
     has_kernel = torch.cuda.get_device_capability(device)[0] in (9, 10)
     return has_kernel and dtype == torch.bfloat16
 
@@ -106,7 +106,7 @@ class SharedExpert:
     """An expert that all tokens go through."""
 
     gate: Linear
-    """To one number, of which the sigmoid is the token's weight."""
+    """The projection to one number; its sigmoid is the token's weight."""
     mlp: DenseMlp
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
@@ -116,7 +116,7 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """One linear layer that is there for each expert."""
+    """A linear layer with one matrix for each expert."""
 
     weight_EOI: Tensor
     groups: tuple[int, ...]
@@ -146,9 +146,9 @@ class SparseMlp:
     activation: Activation
     shared: SharedExpert | None = None
     scale_E: Tensor | None = None
-    """What the weight of each expert is multiplied by; None: nothing."""
+    """Factors of the experts' weights; None: 1."""
     first: int | None = None
-    """The number of the first expert that is here; None: all are here."""
+    """The number of the first expert on this rank; None: all experts are."""
 
     def __call__(self, x_TI: Tensor, step: StepContext, routed_TI: Tensor | None = None) -> Product:
         """`routed_TI`: what the router reads; None: x itself."""
@@ -175,7 +175,7 @@ class SparseMlp:
         )
 
     def _sorted(self, x_TI: Tensor, logits: Product, lora_step: LoraStep | None) -> Tensor:
-        """The sum of each token's experts that are here, (T, I), by products of rows that are
+        """The sum over each token's experts on this rank, (T, I), by products of rows that are
         ordered by expert."""
         weight_TK, expert_TK = choose_experts(logits.whole(), self.choice, self.scale_E)
         routing = route(expert_TK, self.moe.num_here, self.first)

@@ -1,7 +1,7 @@
-"""The head for several tokens (multi-token prediction, MTP) of Qwen3-Next and Qwen3.5, which drafts
-the tokens behind the next one.
+"""The multi-token prediction (MTP) head of Qwen3-Next and Qwen3.5, which drafts the tokens behind
+the next one.
 
-For the token at position p + 1 and the base's state at position p it drafts the token at p + 2:
+From the token at position p + 1 and the base's state at position p, it drafts the token at p + 2:
 
     state of p      ── norm ──┐
                               fc ── a layer with attention ── norm ── the base's head
@@ -34,17 +34,17 @@ from weft.models.layers import StepContext
 from weft.models.weights import Weights
 
 PREFIX = "mtp."
-"""How the names of the head's tensors begin in checkpoints."""
+"""The prefix of the head's tensors in checkpoints."""
 _FC, _STATE_NORM, _TOKEN_NORM = "fc", "model.pre_fc_norm_hidden", "model.pre_fc_norm_embedding"
 
 
 def has_head(config: ModelConfig) -> bool:
-    """Whether checkpoints of the model's family may have a head for several tokens."""
+    """Whether checkpoints of the model's family may have an MTP head."""
     return FAMILIES[config.architecture].mtp_head
 
 
 def with_mtp_head(config: ModelConfig) -> ModelConfig:
-    """The shape of a model whose head for several tokens is served. Raises ConfigError for one of a
+    """The config of the same model with its MTP head served. Raises ConfigError for a model of a
     family that has none."""
     if not has_head(config):
         message = f"--speculative mtp: {config.architecture} has no head that drafts tokens"
@@ -53,7 +53,7 @@ def with_mtp_head(config: ModelConfig) -> ModelConfig:
 
 
 def head_config(config: ModelConfig) -> ModelConfig:
-    """The shape of the head's layer, as that of a model with this layer alone."""
+    """The config of a model that has only the head's layer."""
     moe = config.moe and replace(config.moe, layers=(True,))
     return replace(
         config,
@@ -78,8 +78,8 @@ def _head_table(config: ModelConfig) -> TargetTable:
 
 
 def head_shard(config: ModelConfig, rank: int, size: int) -> Shard:
-    """What one of `size` ranks has of the head: of its layer as of those of the base, and all of fc
-    and the norms. `config`: the whole base's. Raises ConfigError for what can't be divided."""
+    """What one of `size` ranks has of the head: a share of its layer, as of the base's layers, and
+    all of fc and the norms. `config`: the whole base's. Raises ConfigError if it can't be cut."""
     return Shard(_head_table(config), _head_table(share_of(config, size)), rank, size)
 
 
@@ -102,8 +102,8 @@ class MtpHead:
         self, next_T: Tensor, states_TI: Tensor, step: StepContext, cache: KVCache
     ) -> Tensor:
         """The states after the head's norm, (T, I), from which the tokens behind `next_T`, int64
-        (T,), are drafted. Writes the rows' K and V to `cache`. `states_TI`: of the positions ahead
-        of these tokens, which are those of `step`."""
+        (T,), are drafted. `states_TI`: the base's states at the positions of `step`, each right
+        before its token in `next_T`. Writes the rows' K and V to `cache`."""
         known_T = next_T.clamp(0, self._last_token)  # an adapter may have added others
         tokens_TI = self._token_norm(self._base.embed(known_T, step), step)
         both_TI = torch.cat((tokens_TI, self._state_norm(states_TI, step)), 1)
@@ -111,5 +111,5 @@ class MtpHead:
         return pre_norm(self._fc.whole(both_TI, step), [layer], iter(self._norms), step)
 
     def logits(self, x_TI: Tensor, step: StepContext) -> Tensor:
-        """fp32 (T, V), of what `forward` gave."""
+        """The logits, fp32 (T, V), from the states that `forward` returned."""
         return self._base.logits(x_TI, step).float()

@@ -15,8 +15,8 @@ from weft.models.rope_config import RopeConfig
 
 
 class RopeTable:
-    """cos and sin of every position below `max_len`, computed in fp32 and kept in `dtype`. Without
-    a `rope` they are 1 and 0, so that nothing is rotated."""
+    """cos and sin for every position below `max_len`, computed in fp32 and kept in `dtype`. Without
+    a `rope` they are 1 and 0, and rotate nothing."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ def _yarn(rope: RopeConfig, freq_F: Tensor) -> Tensor:
 
 
 def _yarn_dimension(rope: RopeConfig, dim: int, rotations: float) -> float:
-    """The dimension that turns so many times within the original context."""
+    """The dimension that makes `rotations` full turns within the original context."""
     turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
     return dim * math.log(turns) / (2 * math.log(rope.theta))
 

@@ -38,10 +38,10 @@ class RopeConfig:
     """longrope: what the wavelength of each frequency is multiplied by in contexts of up to
     `original_max_position_embeddings` tokens."""
     partial_rotary_factor: float = 1.0
-    """The share of a head's dimensions that are rotated, which come first. proportional: that of
-    its pairs of dimensions, the others being rotated by nothing."""
+    """The share of a head's dimensions, the first ones, that are rotated. proportional: the share
+    of its pairs of dimensions; the other pairs are rotated by 0."""
     interleaved: bool = False
-    """Whether neighbouring dimensions are rotated together; else i and i + R/2 are, of R."""
+    """Whether neighbouring dimensions form a pair; else i and i + R/2 do, of R dimensions."""
     query_growth: float = 0.0
     """b: queries at position p are multiplied by `1 + b log(1 + floor(p / original length))`."""
 
@@ -52,7 +52,7 @@ class RopeConfig:
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, head_dim: int) -> None:
-        """Raise ConfigError if this is not for heads of so many dimensions."""
+        """Raise ConfigError if this does not fit heads of `head_dim` dimensions."""
         rotated = self.rotated(head_dim)
         if rotated % 2 or not 0 < rotated <= head_dim:
             raise ConfigError(
@@ -71,8 +71,8 @@ class RopeConfig:
 def context_limit(parameters: Mapping[str, Any] | None, hf: Any) -> int:
     """How many tokens a context may have with these `rope_parameters`.
 
-    longrope takes other frequencies for all positions as soon as a context is longer than the
-    original one, which would make all of its cached keys wrong; such contexts are not served.
+    With longrope, a context beyond the original length would change the frequencies of all its
+    positions, and so make its cached keys wrong; such contexts are not served.
     """
     p, limit = parameters or {}, int(hf.max_position_embeddings)
     if p.get("rope_type") != "longrope" or p["short_factor"] == p["long_factor"]:
@@ -91,7 +91,7 @@ def context_limit(parameters: Mapping[str, Any] | None, hf: Any) -> int:
 def read_rope(
     parameters: Mapping[str, Any] | None, hf: Any, partial: bool, interleaved: bool = False
 ) -> RopeConfig:
-    """Read `rope_parameters`, to which transformers also converts rope_theta and rope_scaling.
+    """Read `rope_parameters`, into which transformers also converts rope_theta and rope_scaling.
 
     `partial`: whether the family can rotate a part of each head. `interleaved`: whether it rotates
     neighbouring dimensions together. Raises ConfigError.
@@ -147,4 +147,4 @@ _FIELDS: dict[RopeType, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "longrope": ((_ORIGINAL, "short_factor", "long_factor"), ("factor", "attention_factor")),
 }
-"""What must be there beside rope_theta, and what is read if it is there."""
+"""By type: the required fields besides rope_theta, and the optional ones."""

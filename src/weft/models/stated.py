@@ -1,8 +1,8 @@
 """config.json read as transformers reads it, without importing transformers, which takes seconds.
 
-This covers what all published checkpoints of the families say. If a file leaves out something that
-matters, or says something that these rules do not foresee, `read_stated` returns None, and
-transformers has to read the file.
+This covers all published checkpoints of the families. If a file leaves out something that matters,
+or has something that these rules do not foresee, `read_stated` returns None, and transformers has
+to read the file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 _OFF = dict.fromkeys(
     ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), False
 )
-"""Switches that need not be there."""
+"""Defaults of switches that a file may leave out."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -47,7 +47,7 @@ _NEEDED: dict[str, dict[str, tuple[type, ...]]] = {
     },
     "olmo2": {},
 }
-"""By `model_type`: what must be there beside `_COMMON`, and the types that it may be of."""
+"""By `model_type`: the required fields besides `_COMMON`, and their possible types."""
 _COMMON: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_SIZES, (int,)),
     **dict.fromkeys(_OFF, (bool,)),
@@ -57,14 +57,14 @@ _COMMON: dict[str, tuple[type, ...]] = {
 _UNFORESEEN = frozenset(
     {"original_max_position_embeddings", "partial_rotary_factor", "per_layer_config"}
 )
-"""Fields that change how transformers reads others, where a family doesn't need them."""
+"""Fields that change how transformers reads other fields; foreseen only if a family needs them."""
 _FACTORS = ("short_factor", "long_factor")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_stated(raw: Mapping[str, Any]) -> SimpleNamespace | None:
-    """The fields of transformers' configuration of the same file, as far as they matter to one
-    of the families; None when they can't be told from the file alone."""
+    """The fields of transformers' configuration for this file, as far as the families need them;
+    None if they can't be told from the file alone."""
     needed = _NEEDED.get(raw.get("model_type", ""))
     if needed is None or not _UNFORESEEN.isdisjoint(raw.keys() - needed.keys()):
         return None
@@ -89,7 +89,7 @@ def _with_experts(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_sizes(fields: dict[str, Any]) -> bool:
-    """Fill in `head_dim`. Whether all sizes are as foreseen."""
+    """Fill in `head_dim`. Returns whether all sizes are as foreseen."""
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     if min(fields[name] for name in _SIZES) < 1 or hidden % heads:
         return False
@@ -100,7 +100,7 @@ def _set_sizes(fields: dict[str, Any]) -> bool:
 
 
 def _set_windows(fields: dict[str, Any]) -> bool:
-    """Fill in `sliding_window` and `layer_types`. Whether they are as foreseen."""
+    """Fill in `sliding_window` and `layer_types`. Returns whether they are as foreseen."""
     model_type, num_layers = fields["model_type"], fields["num_hidden_layers"]
     if model_type.startswith("qwen") and not fields["use_sliding_window"]:
         fields["sliding_window"] = None
@@ -140,7 +140,7 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _phi3_rope(rope: dict[str, Any], fields: Mapping[str, Any]) -> bool:
-    """Fill in what Phi-3 states beside its rope. Whether that is as foreseen."""
+    """Fill in what Phi-3 states besides its rope. Returns whether that is as foreseen."""
     rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
     if rope["rope_type"] == "longrope":
         rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"]

@@ -17,25 +17,25 @@ from weft.models.family import MoeConfig
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights of a model, or of one rank's share, in one dtype and on one device; of a whole
-    model also the `weft.checkpoint.base.BaseWeights` of its adapters."""
+    """All weights of a model, or of one rank's share, in one dtype and on one device. Those of a
+    whole model are also a `weft.checkpoint.base.BaseWeights`, for packing adapters."""
 
     table: TargetTable
-    """Of what is here."""
+    """The table of the model, or of this rank's share."""
     matrices: dict[str, Weight]
     """By key, (out, in); the embedding's is (vocab, hidden), the experts' (experts, out, in). A
     tied head is the embedding's tensor, or a rank's rows of it."""
     biases: dict[str, Tensor]
-    """By key, (out,), or (experts, out); there is none where the model lacks it, and where another
-    rank adds it."""
+    """By key, (out,), or (experts, out); absent if the model has no such bias, or another rank adds
+    it."""
     norms: dict[str, Tensor]
     """By name, (size,)."""
     vectors: dict[str, Tensor] = field(default_factory=dict)
-    """What no adapter changes, by name."""
+    """By name, tensors that no adapter changes."""
 
     @property
     def deterministic(self) -> bool:
-        """Whether all products with them are; see `weft.kernels.linear.product`."""
+        """Whether all products with these weights are; see `weft.kernels.linear.product`."""
         return all(isinstance(m, DenseWeight) and m.deterministic for m in self.matrices.values())
 
     def make_deterministic(self) -> None:
@@ -62,7 +62,7 @@ class Weights:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that they take on a GPU."""
+        """The bytes that they take on a GPU."""
         own = [m for key, m in self.matrices.items() if key != HEAD or not self.table.tied]
         vectors = (*self.biases.values(), *self.norms.values(), *self.vectors.values())
         return sum(m.num_bytes for m in own) + sum(v.nbytes for v in vectors)
@@ -82,33 +82,32 @@ class Weights:
 
 
 def _rows(packed: Tensor, target: Target) -> Tensor:
-    """What belongs to a target in its group's matrix or bias."""
+    """The rows of a target in its group's matrix or bias."""
     return packed[target.offset : target.offset + target.out_features]
 
 
 class Place(NamedTuple):
-    """Where a tensor of the whole model goes: which of its rows and columns belong into a view of a
-    weight."""
+    """Where a tensor of a checkpoint goes: which of its rows and columns are copied to which view
+    of a weight."""
 
     view: Tensor | None
-    """None: nowhere."""
+    """None: the tensor is not loaded here."""
     shape: tuple[int, ...]
-    """Of the whole tensor, whose last two dimensions are rows and columns; without columns, the
-    first is rows."""
+    """The whole tensor's shape. The last two dimensions are rows and columns; without columns, the
+    first one is rows."""
     rows: tuple[slice, ...]
     columns: slice | None = None
-    """None: there is nothing to choose among columns."""
+    """None: all columns, or the tensor has none."""
     transposed: bool = False
-    """Whether each expert's matrix in the whole tensor, (experts, in, out), is the transpose of the
-    one that rows and columns are counted in."""
+    """Whether the whole tensor is (experts, in, out), while rows and columns are counted in each
+    expert's transposed matrix (out, in)."""
     experts: slice | None = None
-    """Of the whole tensor, where its first dimension is experts."""
+    """Which experts of the whole tensor, if its first dimension is experts."""
     of: tuple[str, int] | None = None
-    """The key of the linear layer whose matrix the view belongs to, and the first of its rows
-    there; None for all else."""
+    """If the view is of a linear layer's matrix: the layer's key and the view's first row there."""
 
     def fill(self, source: Any) -> None:
-        """Copy from a tensor, or from one in a file that is read by slices."""
+        """Copy from a tensor, or from a file's tensor, which is read by slices."""
         if self.view is None:
             return
         end = 0
@@ -128,8 +127,8 @@ class Place(NamedTuple):
 
 
 def place_of(shard: Shard, targets: tuple[Target, ...], view: Tensor | None) -> Place:
-    """The place of a tensor with the weights of neighbouring targets, of all experts if `view` has
-    a dimension for these."""
+    """The place of a tensor with the weights of neighbouring targets; if `view` has a dimension for
+    experts, with those of all experts."""
     first = targets[0]
     rows, columns = _rows_of(targets, [shard.weight_rows(t) for t in targets]), shard.inputs(first)
     shape = sum(t.out_features for t in targets), first.in_features
@@ -147,7 +146,7 @@ def place_of_bias(shard: Shard, targets: tuple[Target, ...], view: Tensor | None
 
 
 def _rows_of(targets: tuple[Target, ...], slices: list[tuple[slice, ...]]) -> tuple[slice, ...]:
-    """The slices of each target as those of all of them together."""
+    """The slices of each target's rows, counted in the rows of all targets together."""
     shifts = [target.offset - targets[0].offset for target in targets]
     return tuple(
         slice(shift + s.start, shift + s.stop)
@@ -157,7 +156,7 @@ def _rows_of(targets: tuple[Target, ...], slices: list[tuple[slice, ...]]) -> tu
 
 
 def places_of(weights: Weights, shard: Shard, moe: MoeConfig | None) -> dict[str, Place]:
-    """Where each tensor of the checkpoint goes."""
+    """Where each tensor of a checkpoint goes, by its name there."""
     places = {
         f"{norm.name}.weight": Place(weights.norms[norm.name], (norm.size,), shard.norm(norm))
         for norm in shard.whole.norms
@@ -196,7 +195,7 @@ def places_of(weights: Weights, shard: Shard, moe: MoeConfig | None) -> dict[str
 def _stacked_places(
     shard: Shard, group: Group, name: str, matrix_EOI: Tensor, bias_EO: Tensor | None
 ) -> dict[str, Place]:
-    """The places of what checkpoints have for all experts in one tensor."""
+    """The places of tensors that hold all experts."""
     place = place_of(shard, group.slices, matrix_EOI)
     experts, outputs, inputs = place.shape
     return {
@@ -213,7 +212,7 @@ def place_of_expert_bias(shard: Shard, group: Group, view_EO: Tensor | None) -> 
 
 
 def _stored_name(name: str, moe: MoeConfig | None) -> str:
-    """The name of a projection in checkpoints, which may call an MLP with experts otherwise."""
+    """The name of a projection in checkpoints, where an MLP with experts may have another name."""
     if moe is not None and name.endswith(".mlp.gate"):
         return name.removesuffix("mlp.gate") + f"{moe.names[0]}.gate"
     return name
@@ -222,7 +221,7 @@ def _stored_name(name: str, moe: MoeConfig | None) -> str:
 def _expert_places(
     shard: Shard, group: Group, matrix_EOI: Tensor, moe: MoeConfig
 ) -> dict[str, Place]:
-    """The places of a tensor for each expert and projection; nowhere for those of other ranks."""
+    """The places of tensors of a single expert's projection; nowhere for experts of other ranks."""
     mlp, *projections = moe.names
     called = dict(zip(("gate_proj", "up_proj", "down_proj"), projections, strict=True))
     here, places = shard.copies("experts"), dict[str, Place]()
@@ -238,8 +237,8 @@ def _expert_places(
 def whole_places(
     weights: Weights, shard: Shard, moe: MoeConfig | None
 ) -> dict[str, tuple[Place, list[str]]]:
-    """Where tensors of mixtures of experts go in checkpoints that transformers stores as it holds
-    them: the place, and the names in `places_of` that it stands for."""
+    """For checkpoints that transformers has stored with all experts in one tensor: by name, the
+    tensor's place, and the names in `places_of` that it replaces."""
     if moe is None or moe.stacked or moe.clamped_swiglu is not None:
         return {}
     found: dict[str, tuple[Place, list[str]]] = {}

@@ -76,7 +76,7 @@ def _scales(parts: Parts, state: Mapping[str, Any], count: int) -> Tensor:
 
 
 def _state(parts: Parts) -> dict[str, Any]:
-    """What the JSON text says. Raises ConfigError, naming the tensor, for what can't be read."""
+    """The JSON text's object. Raises ConfigError, naming the tensor, if it can't be read."""
     name = next((state for state in _STATES if state in parts), _STATES[0])
     text = bytes(parts.read(name, parts.shape(name), "U8").tolist())
     try:

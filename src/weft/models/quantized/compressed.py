@@ -82,8 +82,8 @@ def _plain(parts: Parts, block: Block | None) -> Dequantized:
 
 
 def _integers(parts: Parts, bits: int, numbers_OI: Tensor, zeros: Tensor | None) -> Codes:
-    """What integers stand for, to which half their range was added. Scales and zero points are
-    (O, G), (1,) or ()."""
+    """The Codes of integers to which half their range was added. Scales and zero points are (O, G),
+    (1,) or ()."""
     outputs, inputs = numbers_OI.shape
     stored = parts.shape(_SCALE)
     wanted = stored if stored in ((), (1,)) else (outputs, stored[-1])

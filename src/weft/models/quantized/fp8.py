@@ -26,7 +26,7 @@ def read_fp8(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def block_size(stated: Any) -> Block | None:
-    """(outputs, inputs) of a block, None where scales are not by block. Raises ConfigError."""
+    """(outputs, inputs) of a block; None if scales are not by block. Raises ConfigError."""
     if stated is None:
         return None
     whole = isinstance(stated, list) and len(stated) == 2 and all(type(n) is int for n in stated)

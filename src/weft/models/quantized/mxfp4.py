@@ -33,7 +33,7 @@ def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Tensor:
-    """A matrix for each expert, which is read as a file's 16-bit tensor (experts, in, out) is."""
+    """The matrices of all experts, read like a file's 16-bit tensor (experts, in, out)."""
 
     blocks: Any
     """In the file, (experts, out, G, 16)."""
@@ -42,7 +42,7 @@ class Mxfp4Tensor:
 
     @classmethod
     def of(cls, name: str, blocks: Any, scales: Any) -> Mxfp4Tensor:
-        """Raises ConfigError, naming the tensor, where the two don't fit each other."""
+        """Make one. Raises ConfigError, naming the tensor, unless the two fit each other."""
         shape, size = list(blocks.get_shape()), _BLOCK // 2
         if len(shape) != 4 or shape[3] != size:
             wanted = f"(experts, out, blocks, {size})"
@@ -66,8 +66,8 @@ class Mxfp4Tensor:
         return "F32"
 
     def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
-        """The values of some experts, inputs and outputs, of which blocks that have none of the
-        inputs are not read."""
+        """The values for some experts, inputs and outputs. Only blocks with some of the inputs are
+        read."""
         experts, inputs, outputs = index
         blocks = slice(inputs.start // _BLOCK, -(-inputs.stop // _BLOCK))
         where = experts, outputs, blocks
@@ -77,7 +77,7 @@ class Mxfp4Tensor:
 
 
 def read_mxfp4(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All tensors by name, of which the pairs NAME_blocks and NAME_scales become one."""
+    """All tensors by name; each pair NAME_blocks and NAME_scales becomes one tensor, NAME."""
     for name, tensor in tensors.items():
         whole, _, part = name.rpartition("_")
         if part == "blocks" and f"{whole}_scales" in tensors:

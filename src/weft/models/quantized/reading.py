@@ -1,5 +1,4 @@
-"""The tensors of a quantized checkpoint, joined into matrices by the method that config.json
-names."""
+"""Joins a quantized checkpoint's tensors into matrices, by the method that config.json names."""
 
 from __future__ import annotations
 
@@ -42,8 +41,8 @@ def dequantized(
 
 
 def expected_codes(stated: Mapping[str, Any], outputs: int, inputs: int) -> Codes | None:
-    """What a checkpoint would have of a matrix, without memory, if it is quantized as the first of
-    its groups says; None where it is read as values. Scales have their number, not their dtype."""
+    """The Codes, without memory, that a checkpoint would have for a matrix that is quantized as the
+    first group of `stated` says; None if it is read as values. Scales may have another dtype."""
     found = _coding_and_group(stated)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""What config.json says of how a checkpoint is quantized, checked field by field."""
+"""Checks, field by field, what config.json says about a checkpoint's quantization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FIELD = "quantization_config"
 
 
 class _Anything:
-    """Stands for all values of a field that changes nothing about the stored values."""
+    """The allowed values of a field that has no effect on the stored values: all."""
 
     def __contains__(self, value: object) -> bool:
         return True
@@ -140,8 +140,8 @@ _METHODS: dict[str, _Allowed] = {
     "fp8": _FP8,
     "gptq": _GPTQ,
 }
-"""By `quant_method`: the fields that may be there, and the values that each may have. A field that
-is not listed may be there only without a value."""
+"""By `quant_method`: the allowed fields, and the values that each may have. Any other field must be
+without a value."""
 
 
 def read_quantization(raw: Mapping[str, Any], mxfp4: bool) -> Mapping[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What all formats share: parts of a matrix in a file, joined into one that is read by slices."""
+"""What all formats share: joins a matrix's parts in a file into one that is read by slices."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Tensors = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Dequantized:
-    """A matrix that a file holds quantized. It is read as a file's dense tensor is; each read
-    computes the whole matrix."""
+    """A quantized matrix of a file. It is read like a dense tensor of a file; each read computes
+    the whole matrix."""
 
     shape: tuple[int, ...]
     values: Callable[[], Tensor]
     codes: Callable[[], Codes | None] = lambda: None
-    """What the values are made of; None where there is no layout for it in kernels."""
+    """Returns what the values are made of; None if kernels have no layout for that."""
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -38,7 +38,7 @@ class Dequantized:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The tensors of one quantized matrix: those of a file whose names begin alike."""
+    """The tensors of one quantized matrix: those of a file whose names have the same prefix."""
 
     tensors: Tensors
     stem: str
@@ -47,20 +47,20 @@ class Parts:
         return self.stem + part in self.tensors
 
     def shape(self, part: str, dims: int | None = None) -> tuple[int, ...]:
-        """Raises ConfigError where the file lacks that part, or it has not as many `dims`."""
+        """The shape of a part. Raises ConfigError if it is missing or has not `dims` dimensions."""
         found, name = tuple(self._stored(part).get_shape()), self.stem + part
         if dims is not None and len(found) != dims:
             raise ConfigError(f"{name} has shape {found}, expected {dims} dimensions", name)
         return found
 
     def dtype(self, part: str) -> str:
-        """The name that safetensors has for it, such as I8."""
+        """The dtype of a part, by its name in safetensors, such as I8."""
         name: str = self._stored(part).get_dtype()
         return name
 
     def read(self, part: str, shape: tuple[int, ...], *dtypes: str) -> Tensor:
-        """The whole of a part. Raises ConfigError, naming the tensor, where it is missing or has
-        another shape, or a dtype that is not among safetensors' names in `dtypes`."""
+        """The whole of a part. Raises ConfigError, naming the tensor, if it is missing or has
+        another shape, or a dtype other than `dtypes` (names in safetensors)."""
         stored, name = self._stored(part), self.stem + part
         found, dtype = tuple(stored.get_shape()), stored.get_dtype()
         if found != shape:
@@ -110,8 +110,8 @@ def unpacked(packed: Tensor, bits: int) -> Tensor:
 
 
 def of_codes(shape: tuple[int, int], codes: Callable[[], Codes]) -> Dequantized:
-    """A matrix (out, in) whose values are those of codes. Raises ConfigError, when it is read,
-    where groups are not of one size."""
+    """A matrix (out, in) with the values of `codes`. Reading it raises ConfigError if its groups
+    have different sizes."""
 
     def checked() -> Codes:
         found = codes()
