@@ -1,4 +1,4 @@
-"""Parts of an adapter that depend on the base model's weights, such as DoRA's magnitudes.
+"""Computes the parts of an adapter that depend on the base's weights, such as DoRA's scales.
 
 Arithmetic is in float32, on the device where the base's weights are.
 """
@@ -17,13 +17,13 @@ from weft.checkpoint.refuse import refuse, show
 from weft.core.targets import Kind, Norm, Target, TargetTable
 
 _CHUNK = 1 << 24
-"""Elements of a weight looked at in one go: bounds what is allocated."""
+"""The most elements of a weight that are converted at a time, which bounds the memory for it."""
 _ROUNDING = 1e-6
-"""Scales this close to 1 are 1: the norms of an untrained DoRA are computed in another order."""
+"""Scales this close to 1 count as 1: peft computes an untrained DoRA's norms in another order."""
 
 
 class BaseWeights(Protocol):
-    """The base model's weights in the serving dtype, on any device. Nobody writes to them."""
+    """The base model's weights in the serving dtype, on any device. They must not be written to."""
 
     def weight(self, target: Target) -> torch.Tensor:
         """(out, in); of the embedding (hidden, vocab)."""
@@ -48,8 +48,8 @@ Affine = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def affine(parts: TargetParts, base: BaseWeights | None, replaced: Replaced | None) -> Affine:
-    """What makes `W x + bias + scaling B A x` of the base, with the rows in `replaced`, the
-    adapter's output; placeholders without a base. Raises AdapterInvalid."""
+    """Scale and shift that turn `W x + bias + scaling B A x` of the base, with the rows in
+    `replaced`, into the adapter's output. Without `base`, placeholders. Raises AdapterInvalid."""
     for vector in parts.vectors:
         check_finite(vector)
     target = parts.target
@@ -76,7 +76,7 @@ def affine(parts: TargetParts, base: BaseWeights | None, replaced: Replaced | No
 def replaced_norm(
     norm: Norm, stored: Stored, dtype: torch.dtype, base: BaseWeights | None
 ) -> torch.Tensor | None:
-    """The weight in the serving dtype; None if it is the base's. Raises AdapterInvalid."""
+    """A norm's weight in the serving dtype; None if it equals the base's. Raises AdapterInvalid."""
     weight = tensor_of(stored.array).to(dtype)
     check_finite(stored, weight)
     if base is not None and torch.equal(weight, base.norm(norm).cpu()):
@@ -87,7 +87,7 @@ def replaced_norm(
 def replaced_rows(
     rows: Rows | None, kind: Kind, table: TargetTable, dtype: torch.dtype, base: BaseWeights | None
 ) -> Replaced | None:
-    """The rows for the embedding or the head; None if all are the base's. Raises AdapterInvalid."""
+    """Those rows that differ from the base's; None if none does. Raises AdapterInvalid."""
     if rows is None:
         return None
     some, order = None, torch.argsort(torch.tensor(rows.ids, dtype=torch.int64))
@@ -114,8 +114,8 @@ def replaced_rows(
 
 
 def check_finite(values: Values, packed: torch.Tensor | None = None) -> None:
-    """Raises AdapterInvalid, naming the tensor, unless its values are finite, and remain so in the
-    serving dtype, as which they are in `packed`."""
+    """Raises AdapterInvalid, naming the tensor, unless its values are finite, and also those of
+    `packed`: the same values in the serving dtype."""
     if not is_finite(tensor_of(values.array)):
         refuse(values.name, "holds NaN or infinite values")
     if packed is not None and not is_finite(packed):
@@ -138,8 +138,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite, told in one pass and without a temporary: NaN and infinity
-    both show in the extremes."""
+    """Whether all values are finite, found in one pass without temporary memory: NaN and infinity
+    both show in the minimum and maximum."""
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) and torch.isfinite(high))
 
@@ -150,8 +150,8 @@ def _by_token(weight: torch.Tensor, target: Target) -> torch.Tensor:
 
 
 def with_pair(replaced: Replaced, parts: TargetParts, vocab: int, affine: Affine) -> Replaced:
-    """The rows of tokens from `vocab` on, which were added, made final: with what the adapter's A
-    and B and the rest in `affine` do to them. Raises AdapterInvalid."""
+    """The rows, with those of added tokens (from `vocab` on) made final: A, B and `affine` are
+    applied to them. Raises AdapterInvalid."""
     scale, shift = affine
     first = int((replaced.ids < vocab).sum())
     rows = replaced.rows[first:].float()
@@ -227,17 +227,17 @@ def _row_lengths(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torc
 #
 # PiSSA, OLoRA and CorDA split each weight W into what A and B begin with and a residual, which
 # takes W's place: W' = W - s B0 A0. An adapter saved as it is trained is right on the residual
-# alone. The columns of B0 are orthogonal, and B0 A0 is all of W in their span or, for OLoRA, in
-# proportion to it. So in the span of B, which training has turned by little, the residual holds
-# nothing (OLoRA: a known multiple of A), while the base that was split holds s B0 A0 and any other
-# base what a random span does.
+# alone. The columns of B0 are orthogonal, and in their span B0 A0 is all of W or, for OLoRA,
+# proportional to it. Training turns the span of B only a little. So in this span, the residual has
+# nothing (OLoRA: a known multiple of A), while the original base has s B0 A0, and any other base
+# has what is in a random span.
 
 _SAMPLED = 12
-"""Targets that are looked at: one wrong base is wrong in all of them."""
+"""How many targets are checked; a wrong base is wrong in all of them."""
 _LARGEST_SHARE = 0.5
-"""How much the residual may hold in the span of B, 1 being what other bases do at least. Training
-turns B by an angle t, which lets in sin(t)^2. CorDA's kpm begins with directions of so little
-weight that training turns them beyond that: such an adapter is refused anywhere."""
+"""How much of the base may be in the span of B, as a part of what other bases have there at least.
+Training turns B by an angle t, and so adds sin(t)^2. CorDA's kpm begins with directions of so
+little weight that training turns them further: such an adapter is refused on any base."""
 
 
 def check_residual(init: str, parts: AdapterParts, base: BaseWeights) -> None:
@@ -265,7 +265,8 @@ def check_residual(init: str, parts: AdapterParts, base: BaseWeights) -> None:
 
 
 def _held(init: str, parts: TargetParts, weight: torch.Tensor) -> tuple[float, float]:
-    """Squared norms in the span of B: what a residual would not hold, and another base at least."""
+    """Squared norms in the span of B: of what a residual would not have there, and of what any
+    other base would have at least."""
     assert parts.a is not None and parts.b is not None
     a, b = (tensor_of(each.array).to(weight.device, torch.float32) for each in (parts.a, parts.b))
     span = torch.linalg.qr(b)[0]

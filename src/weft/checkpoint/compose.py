@@ -3,7 +3,7 @@
     s B A + t D C  =  [s B | t D] [A]
                                   [C]
 
-So it is exact, but for the rounding of scaled B to the serving dtype.
+So the sum is exact, except that scaled B is rounded to the serving dtype.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _DESCRIBES = frozenset(
     {"digest", "layout", "data", "targets", "provisional", "checksums"}
     | {"conversion_error", "conversion_worst"}
 )
-"""Fields of a layout and of an image that are added up, or change nothing: an adapter with any
-other part is refused, also with one that is not known here."""
+"""Fields of a layout (`_SUMMED`) and of an image that can be summed, or have no effect. An adapter
+with any other field set, even one that is unknown here, can't be part of a sum."""
 _HOLDS = {
     "scale_offset": "outputs that it scales (DoRA, IA3)",
     "norm_offset": "norms of its own",
@@ -37,14 +37,14 @@ _HOLDS = {
 
 @dataclass(frozen=True, slots=True)
 class Summand:
-    """What of an adapter says which sums it may be part of."""
+    """The facts of an adapter that decide of which sums it may be part."""
 
     rank: tuple[int, ...]
     """Per slice."""
     shifted: frozenset[int]
     """Slices to whose output it adds a vector."""
     beyond: str
-    """What it holds that can't be added up; "": nothing."""
+    """What it has that can't be summed, for messages; "": nothing."""
 
 
 def summand_of(image: AdapterImage) -> Summand:
@@ -62,7 +62,8 @@ def summand_of(image: AdapterImage) -> Summand:
 def check_sum(
     parts: Sequence[tuple[str, Summand]], table: TargetTable, max_rank: int, dtype: torch.dtype
 ) -> int:
-    """Elements that the image of a sum of adapters, by name, takes. Raises InvalidRequest."""
+    """How many elements the image of a sum of adapters takes. Raises InvalidRequest if it can't be
+    made; `parts`: (name, Summand)."""
     for name, summand in parts:
         if summand.beyond:
             message = f"adapters: {name!r} can't be part of a sum, as it holds {summand.beyond}"
@@ -86,9 +87,9 @@ def sum_images(
     into: torch.Tensor | None = None,
     num_ranks: int = 1,
 ) -> AdapterImage:
-    """The sum of images that `check_sum` has let pass, each times its number; its data in `into`
-    (bytes) if that is given. `table` is that of one of `num_ranks` ranks. Raises InvalidRequest
-    when it exceeds the dtype."""
+    """The weighted sum of images that passed `check_sum`, with its data in `into` (bytes) if given.
+    `parts`: (image, weight). `table`: of one of `num_ranks` ranks. Raises InvalidRequest if values
+    are too large for the dtype."""
     layout = _layout([summand_of(image) for image, _ in parts], table, dtype)
     num_elements = num_ranks * layout.num_elements
     if into is None:
@@ -111,7 +112,7 @@ def _fill_sum(
     table: TargetTable,
     layout: ImageLayout,
 ) -> bool:
-    """Fill in the sum of what one rank has. Whether all values are finite."""
+    """Fill in one rank's part of the sum. Returns whether all values are finite."""
     for target in table.targets:
         if layout.rank[target.slice]:
             _fill_target(data, parts, target, table, layout)

@@ -13,12 +13,12 @@ from weft.checkpoint.refuse import refuse, show
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """The fields that say what an adapter computes. Modules are asked for by the base's names, such
+    """The fields that say what an adapter computes. Methods take modules by the base's names, such
     as `model.layers.0.mlp.up_proj`."""
 
     peft_type: str
     options: Fields
-    """All fields of adapter_config.json, for those that only one kind has."""
+    """All fields of adapter_config.json, for kinds that have fields of their own."""
     r: int
     alpha: float
     rank_pattern: tuple[tuple[Pattern, int], ...]
@@ -43,10 +43,10 @@ class PeftConfig:
     invocation: tuple[int, ...] = ()
     """Token ids from whose last occurrence in the prompt on the adapter is active; (): always."""
     residual_init: str = ""
-    """`init_lora_weights`, if it needs the base model that it left: see `check_residual`."""
+    """`init_lora_weights`, if it changed the base model: see `check_residual`."""
     naming: Mapping[str, str] = field(default_factory=dict)
-    """What the base's names of modules begin with, and what those of the model begin with that was
-    trained, if that has other names; see `weft.checkpoint.text_part`."""
+    """Prefixes of the base's module names, mapped to those in the model that was trained, if it has
+    other names; see `weft.checkpoint.text_part`."""
 
     def rank_of(self, module: str) -> int:
         return self._first_match(self.rank_pattern, module, self.r)
@@ -64,14 +64,14 @@ class PeftConfig:
         return bool(listed) and any(_ends_with(name, entry) for entry in listed)
 
     def _trained(self, module: str) -> str:
-        """What the model that was trained calls a module of the base."""
+        """The name of a base's module in the model that was trained."""
         for own, theirs in self.naming.items():
             if module.startswith(own):
                 return theirs + module.removeprefix(own)
         return module
 
     def _key_of(self, module: str) -> str:
-        """What patterns are matched with: the parameter, where that is what was asked for."""
+        """The name to match patterns with: the module's, or its weight's if that is selected."""
         module = self._trained(module)
         weight = module + ".weight"
         return weight if self.selects_parameter(weight) else module
@@ -102,8 +102,8 @@ class PeftConfig:
                 refuse("trainable_token_indices", f"{show(ending)} is no embedding of the base")
 
     def check_modules(self, modules: list[str], known: Collection[str]) -> None:
-        """Raises AdapterInvalid unless the config selects exactly the kinds of `modules`, among
-        which parameters may be; `known`: what the base model has."""
+        """Raises AdapterInvalid unless the config selects exactly the kinds of `modules`, which may
+        include parameters; `known`: those that the base model has."""
         keys = {module: self._key_of(module) for module in modules}
         for entry in self.target_parameters:
             if not any(_ends_with(key, entry) for key in keys.values()):
@@ -127,7 +127,7 @@ class PeftConfig:
                     refuse("target_modules", f"no tensor of the file is for {show(entry)}")
 
     def _leaves_out(self, module: str) -> tuple[str, str] | None:
-        """The field by which the config leaves out what `target_modules` selects, and a reason."""
+        """(field, reason) by which the config leaves out a module in spite of `target_modules`."""
         if _selects(self.exclude_modules, module, default=False):
             return "exclude_modules", f"excludes {module}, which the file adapts"
         if self.layers_to_transform is None:
@@ -150,7 +150,7 @@ def _ends_with(module: str, entry: str) -> bool:
 
 @lru_cache(1 << 12)
 def _endings(module: str) -> frozenset[str]:
-    """What lists may call a module: its name from any '.' on."""
+    """The names by which lists may select a module: its name from any '.' on."""
     parts = module.split(".")
     return frozenset(".".join(parts[i:]) for i in range(len(parts)))
 

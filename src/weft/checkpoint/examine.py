@@ -1,8 +1,8 @@
 """Checks whether an adapter can be served, without importing torch, which takes seconds.
 
-Names, shapes and ranks are checked by the code of `pack` itself. Packing also finds out, while it
-copies, whether values are numbers, fit the serving dtype and change something. Here the largest
-magnitude of each tensor tells that, because rounding keeps the order of numbers.
+Names, shapes and ranks are checked by the same code as in `pack`. Packing also finds out whether
+values are finite, fit the serving dtype and change anything. Here the largest magnitude of each
+tensor tells that, as rounding keeps the order of numbers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from weft.core.targets import Extras, ImageLayout, TargetTable, layout_of, vocab
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What an adapter's image would be."""
+    """What is known of an adapter's image without packing it."""
 
     digest: str
     layout: ImageLayout
     targets: tuple[str, ...]
-    """This and what follows: as in `AdapterImage`."""
+    """This and the next fields are as in `AdapterImage`."""
     num_bytes: int
     provisional: bool = False
     conversion_error: float = 0.0
@@ -39,7 +39,7 @@ def examine(
     max_rank: int,
     conversion_tolerance: float = CONVERSION_TOLERANCE,
 ) -> Examined | None:
-    """The verdict of `pack_image`, without the base, for the serving dtype (torch's name of it);
+    """What `pack_image` would find without the base. `dtype`: torch's name of the serving dtype.
     None for an adapter with added tokens, whose rows have to be computed. Raises AdapterInvalid."""
     config, parts = sort_adapter(files, table, max_rank, conversion_tolerance)
     vocab, _ = vocabulary(table, "embedding")
@@ -57,7 +57,7 @@ def examine(
 
 
 def _check_beside(parts: AdapterParts, dtype: str, vocab: int) -> Extras:
-    """Upper bounds of what an image holds beside A and B. Raises AdapterInvalid."""
+    """Upper bounds of what an image has besides A and B. Raises AdapterInvalid."""
     shared = same_rows(parts.embedding, parts.head)
     for rows in (parts.embedding,) if shared else (parts.embedding, parts.head):
         for stored in (rows.some, rows.whole) if rows is not None else ():

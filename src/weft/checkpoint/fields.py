@@ -28,14 +28,14 @@ from weft.core.files import CONFIG_FILE
 _MAX_LENGTH = 1024
 """Characters of one expression."""
 _NOT_THE_SAME = re.compile(r"\[\[|\[\^?:|--|&&|~~|\|\||(?<!\\)\{(?!\d*(,\d*)?\})")
-"""Set operations, POSIX classes and fuzzy counts: `regex` reads them otherwise than `re`."""
+"""Set operations, POSIX classes and fuzzy counts, which `regex` reads differently from `re`."""
 
 
 _MODULE = re.compile(r"\w+(\.\w+)*", re.ASCII)
 
 
 class Work:
-    """What the patterns of one field may still take: seconds, to compile and to match them."""
+    """The seconds that are left to compile and match the patterns of one field."""
 
     def __init__(self, field: str, budget_s: float = 2.0) -> None:
         self.field = field
@@ -79,8 +79,8 @@ class Pattern:
     source: str
     work: Work
     literals: tuple[tuple[int, str], ...] = ()
-    """What stands where between the '.' of a module's name, which most expressions are: they are
-    compared without an engine. Empty for any other expression."""
+    """(offset, text) of the texts between the '.' of an expression without other metacharacters,
+    as most are: it is matched without an engine. Empty for other expressions."""
 
     def fullmatch(self, name: str) -> bool:
         """Whether the expression matches the whole name, as `re.fullmatch` does."""
@@ -125,7 +125,7 @@ def _in_module(source: str) -> str:
 # -- fields ----------------------------------------------------------------------------------------
 
 MAX_DEPTH = 32
-"""How many lists and objects may lie in one another."""
+"""How deep lists and objects may be nested."""
 MAX_ENTRIES = 2048
 """The largest number of entries in any list or object of the config."""
 
@@ -274,7 +274,7 @@ def bounded(entries: Entries, param: str, called: str = "entries") -> Entries:
 
 
 def _checkable(source: str, param: str) -> Pattern | None:
-    """None for an expression beyond `Pattern`: the tensors say what is adapted anyway."""
+    """The expression as a Pattern; None if it can't be one, as the tensors say what is adapted."""
     try:
         return compile_pattern(source, Work(param))
     except PatternError:

@@ -1,4 +1,4 @@
-"""Adapters that were trained for other tasks than continuing a text.
+"""Reads adapters that were trained for other tasks than continuing a text.
 
 A model that classifies texts (SEQ_CLS) is the base without its head, and with a `score` layer that
 reads the hidden state of the last token. PEFT saves that layer whole, beside the adapter:
@@ -28,7 +28,7 @@ from weft.core.targets import TargetTable, vocabulary
 TASKS = ("CAUSAL_LM", "SEQ_CLS", "FEATURE_EXTRACTION")
 _SCORE = f"{PREFIX}score.weight"
 _HEADS = ("score", "classifier")
-"""What PEFT lists in `modules_to_save` for SEQ_CLS by itself; decoders have the first alone."""
+"""What PEFT itself lists in `modules_to_save` for SEQ_CLS; decoders only have the first."""
 MAX_LABELS = 1 << 14
 
 
@@ -44,7 +44,7 @@ def classifies(fields: Fields) -> bool:
 
 
 def without_heads(fields: Fields) -> Fields:
-    """The fields as those of an adapter for the base alone."""
+    """The fields without the heads that PEFT adds, as of an adapter for the base alone."""
     saved = fields.get("modules_to_save")
     if not (classifies(fields) and isinstance(saved, list)):
         return fields
@@ -70,8 +70,8 @@ def base_part(
 
 
 def read_head(folder: Folder, digest: str, max_bytes: int, deadline: Deadline) -> ClassHead | None:
-    """The head in the folder of an adapter that was accepted with this digest; None if it is for
-    another task. Raises AdapterUnavailable if the folder has another content by now."""
+    """The head of an adapter that was accepted with this digest, from its folder; None if it is for
+    another task. Raises AdapterUnavailable if the folder's content has changed."""
     config = folder.read(CONFIG_FILE, MAX_CONFIG_BYTES, deadline)
     if config is None or not classifies(load_object(bytes(config))):
         return None

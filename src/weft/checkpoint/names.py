@@ -1,8 +1,8 @@
-"""The tensors of a plain LoRA's file by the names of their modules.
+"""Finds the tensors of a plain LoRA's file by module and part.
 
-A tensor's name says what it is, once the config has said how PEFT reads it: PEFT loads what lies on
-a module that it has wrapped into that wrapper, and any other name that the base model knows into
-the base model itself. An expert's matrices lie by themselves,
+What a tensor's name means depends on the config: PEFT loads tensors of a module that it has wrapped
+into the wrapper, and others that have a name of the base model's into that. An expert's matrices
+are separate tensors,
 
     mlp.experts.3.up_proj.lora_A.weight (r, in), .lora_B.weight (out, r)
 
@@ -45,7 +45,7 @@ _SUFFIXES = {
     ".bias": "bias",
     ".weight": "whole",
 }
-"""What a tensor is, by its name's end, the longest first. PEFT has wrapped an `inner` one."""
+"""The part that a tensor is, by its name's end, the longest first. inner: of a wrapped module."""
 
 WHOLE_SUFFIXES = tuple(suffix for suffix, part in _SUFFIXES.items() if "whole" in part)
 _EMBEDDING_SUFFIXES = frozenset({".lora_embedding_A", ".lora_embedding_B"})
@@ -70,7 +70,7 @@ class NamedTensors:
             self._add(name, tensor)
 
     def of(self, module: str, *parts: str) -> Stored | None:
-        """The first of these parts that is there."""
+        """The first of these parts that the module has; None if it has none."""
         has = self._parts.get(module, {})
         for part in parts:
             if part in has:
@@ -82,13 +82,13 @@ class NamedTensors:
         return self.of(module, "a", "b") is not None or module in self.gathered.experts
 
     def targets(self) -> list[Target]:
-        """The targets that there is more for than rows in place of theirs."""
+        """The targets for which the file has more than replaced rows."""
         parts, experts = self._parts, self.gathered.experts
         table = self.table.targets
         return [t for t in table if t.name in experts or set(parts.get(t.name, ())) - _OF_ROWS]
 
     def saved(self) -> list[str]:
-        """Modules whose weight is there under the base model's own name."""
+        """The modules whose weight is in the file under the base model's own name."""
         return [module for module, parts in self._parts.items() if "whole" in parts]
 
     def _add(self, name: str, tensor: Stored) -> None:
@@ -106,7 +106,7 @@ class NamedTensors:
         parts[part] = tensor
 
     def _check(self, name: str, module: str, suffix: str, part: str) -> None:
-        """Whether the base model has such a module, of which this can be a part."""
+        """Raise AdapterInvalid unless the base model has such a module, with such a part."""
         if module in self.table.norms_by_name:
             if part != "whole":
                 refuse(name, "only the weight of a norm can be replaced")
@@ -139,7 +139,7 @@ _PROJECTIONS = {
 }
 _EXPERT_WRAPPERS = ("experts.base_layer", "experts")
 _MAX_FILLED = 64
-"""How much larger the matrices of all experts may be than those that a file holds."""
+"""How many times as large the matrices of all experts may be as those in the file."""
 _EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """What PEFT puts into these, as far as it is adapted: the last one always into the last."""
 
@@ -151,7 +151,7 @@ class _Stacked:
     name: str
     shape: tuple[int, ...]
     parts: Collection[tuple[Stored, float]]
-    """What it is stacked from, each times its number."""
+    """(tensor, factor) of the matrices that are stacked."""
     stack: Callable[[], Raw]
 
     @property
@@ -183,7 +183,7 @@ class _ExpertModule:
         return next(iter(self.matrices.values())).name
 
     def matrix(self, part: str, *shape: int) -> Stored:
-        """Raises AdapterInvalid when it is missing or of another shape."""
+        """The matrix of a part. Raises AdapterInvalid if it is missing or has another shape."""
         found = self.matrices.get(part)
         if found is None:
             refuse(self.first, f"its counterpart, the {part[-1]} matrix, is missing")
@@ -191,14 +191,14 @@ class _ExpertModule:
 
 
 class Gathered:
-    """The tensors of an adapter, of which those for experts and routers are in one form."""
+    """The tensors of an adapter, with those of experts and routers brought into one form."""
 
     def __init__(
         self, tensors: Mapping[str, Stored], table: TargetTable, config: PeftConfig
     ) -> None:
         """Raises AdapterInvalid, naming the tensor or the field."""
         self.tensors: dict[str, Stored] = {}
-        """What is not for experts; a router's under the name of its target."""
+        """The tensors that are not for experts; those of routers are under their target's name."""
         self.experts: dict[str, TargetParts] = {}
         """A and B by target."""
         self._modules: dict[str, list[str]] = {}
@@ -230,7 +230,7 @@ class Gathered:
             self._put_single(table.by_name[target], experts)
 
     def modules_of(self, target: str) -> list[str]:
-        """What config and file call the target."""
+        """The names of a target in the config and the file."""
         return self._modules.get(target, [target])
 
     def _put(
@@ -260,7 +260,7 @@ class Gathered:
         return target
 
     def _put_parameters(self, mlp: str, wrappers: Mapping[str, _ExpertModule]) -> None:
-        """Put what holds all experts in one tensor."""
+        """Put the tensors that hold all experts."""
         names = (f"{mlp}.experts.{parameter}" for parameter in _EXPERT_PARAMETERS)
         wanted = [name for name in names if self._config.selects_parameter(name)]
         parameters = dict(zip(reversed(_EXPERT_WRAPPERS), reversed(wanted), strict=False))
@@ -300,7 +300,7 @@ class Gathered:
         same[module.expert] = module
 
     def _put_single(self, target: Target, modules: Mapping[int, _ExpertModule]) -> None:
-        """Stack what single experts have, and fill up with zeros where others have more."""
+        """Stack the matrices of single experts, filled up with zeros to the highest rank."""
         num, a_parts, b_parts = self._table.num_experts, {}, {}
         for expert, module in modules.items():
             r = self._config.rank_of(module.name)

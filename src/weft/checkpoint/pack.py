@@ -1,7 +1,7 @@
 """Packs an adapter's parts into its image.
 
-The layout of an image is stated in `weft.core.targets`. For a model that is cut for several ranks
-(`weft.core.shards`), an image holds the parts of all ranks, one after another and of one layout.
+`weft.core.targets` describes the layout of an image. For a model that is divided over ranks
+(`weft.core.shards`), an image has the parts of all ranks, one after another, all of one layout.
 """
 
 from __future__ import annotations
@@ -62,22 +62,21 @@ class AdapterImage:
     digest: str
     """The digest of its two files, see `weft.checkpoint.read.AdapterFiles.digest`."""
     layout: ImageLayout
-    """Of each rank's part."""
+    """The layout of each rank's part."""
     data: torch.Tensor
     """(ranks * layout.num_elements,), the serving dtype, CPU; the gaps between parts are zero."""
     targets: tuple[str, ...]
     """Names of the adapted modules without the layer, in table order, norms last."""
     provisional: bool = False
-    """Packed without the base's weights, on which some of it depends: to be looked at, with sizes
-    that are upper bounds, but not to be served."""
+    """Whether it was packed without the base's weights though it depends on them: its sizes are
+    upper bounds, and it can't be served."""
     conversion_error: float = 0.0
     conversion_worst: str = ""
-    """The largest error of a target, see `TargetParts.error`, 0 for a LoRA; and that target."""
+    """These two: the largest `TargetParts.error`, 0 for a LoRA, and the target that has it."""
     invocation: tuple[int, ...] = ()
-    """The token ids that an activated LoRA is active from; (): it always is."""
+    """The token ids that activate an activated LoRA; (): it is always active."""
     checksums: tuple[int, ...] = ()
-    """What `weft.kernels.checksum` made of each rank's data when they were packed; (): not computed
-    yet."""
+    """The `weft.kernels.checksum` of each rank's data when they were packed; (): not computed."""
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +91,7 @@ class AdapterImage:
 
 @dataclass(slots=True)
 class _Beside:
-    """What an image holds beside A and B; vectors float32, the rest in the serving dtype."""
+    """What an image has besides A and B; vectors in float32, the rest in the serving dtype."""
 
     scale: dict[int, torch.Tensor]
     """By slice."""
@@ -129,9 +128,9 @@ def pack_image(
     max_added_tokens: int = MAX_ADDED_TOKENS,
     shards: Sequence[Shard] = (),
 ) -> AdapterImage:
-    """The image of an adapter from the content of its files; see `sort_adapter`. Without `base`,
-    it is for a base of these shapes, and may be provisional. `shards`: all ranks' of a model that
-    is cut, of which `table` is the whole. Raises AdapterInvalid."""
+    """The image of an adapter from the content of its files; see `sort_adapter` for the arguments.
+    Without `base`, it may be provisional. `table`: of the whole model. `shards`: those of all
+    ranks, if the model is divided. Raises AdapterInvalid."""
     shards = shards or (unsharded(table),)
     config, parts = sort_adapter(files, table, max_rank, conversion_tolerance, max_added_tokens)
     if config.residual_init and base is not None:
@@ -177,14 +176,14 @@ def allocate(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 def _fill_pairs(
     each: list[tuple[Shard, torch.Tensor]], targets: list[TargetParts], layout: ImageLayout
 ) -> bool:
-    """Copy the A and B of each rank to its data, the scaling done in float32; what they have for
-    added tokens is in the rows of these. Whether they change anything."""
+    """Copy each rank's A and B to its data, scaled in float32, without those of added tokens, which
+    are in these tokens' rows. Returns whether they change anything."""
     changes = False
     arrays = [(shard, array_of(data)) for shard, data in each]
     for parts in targets:
         if parts.a is None or parts.b is None:
             continue
-        # A (E, r, in) and B (E, out, r), where E is 1 of what is no expert's.
+        # A (E, r, in) and B (E, out, r), where E is 1 except for experts.
         stacked_a, stacked_b = (v.array.reshape(-1, *v.shape[-2:]) for v in (parts.a, parts.b))
         for shard, data in arrays:
             target = shard.own.targets[parts.target.slice]
@@ -202,7 +201,7 @@ def _fill_pairs(
 
 
 def fill(dest: Raw, source: Raw, scale: float) -> None:
-    """dest = scale * source (rows, columns), as far as both have them; see `Stored.array`."""
+    """dest = scale * source, for the rows and columns that both have; see `Stored.array`."""
     if dest.shape != source.shape:
         rows, columns = map(min, dest.shape, source.shape)
         dest, source = dest[:rows, :columns], source[:rows, :columns]
@@ -273,12 +272,12 @@ def _beside(
 
 
 def _of_length(vector: torch.Tensor, size: int, more: float) -> torch.Tensor:
-    """The beginning of a vector, filled up with `more`."""
+    """The first `size` entries of a vector, or the vector filled up with `more`."""
     return F.pad(vector[:size], (0, max(size - len(vector), 0)), value=more)
 
 
 def _fill_beside(data: torch.Tensor, beside: _Beside, shard: Shard, layout: ImageLayout) -> None:
-    """Fill in what one rank has beside A and B."""
+    """Fill in one rank's part of what is besides A and B."""
     targets = shard.own.targets
     for index, scale in beside.scale.items():
         _put(data, layout.scale_offset[index], _entries(scale, shard.outputs(targets[index])))
@@ -307,6 +306,6 @@ def _put_rows(data: torch.Tensor, replaced: Replaced | None, at: tuple[int, ...]
 
 
 def _put(data: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    """The values with their own bits, whatever their dtype."""
+    """Copy values to `start` with their own bits, whatever their dtype."""
     size = values.numel() * values.element_size() // data.element_size()
     data[start : start + size].view(values.dtype).copy_(values.flatten())

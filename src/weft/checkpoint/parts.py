@@ -18,14 +18,14 @@ from weft.checkpoint.refuse import refuse
 from weft.core.targets import ImageLayout, Norm, Target, TargetTable, vocabulary
 
 PREFIX = "base_model.model."
-"""What PEFT puts before the name of a module."""
+"""PEFT's prefix of module names."""
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 Array = NDArray[np.floating[Any]]
 
 
 class Values(Protocol):
-    """The values of one tensor, whether they lie in the file or are computed from what does."""
+    """The values of one tensor, which are in the file or computed from it."""
 
     @property
     def name(self) -> str: ...  # the tensor of the file that refusals name
@@ -35,22 +35,22 @@ class Values(Protocol):
 
     @property
     def array(self) -> Raw:
-        """Computed each time it is asked for."""
+        """The values; computed anew each time."""
 
     def largest(self) -> np.float32:
-        """The largest magnitude; NaN or infinite if there is such a value."""
+        """The largest magnitude; NaN or infinite if a value is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """Values that are computed when they are asked for: those of all targets at once would take
+    """Values that are only computed when needed, as those of all targets together would take
     several times the memory of the image."""
 
     name: str
     shape: tuple[int, ...]
     compute: Callable[[], Array]
     bound: Callable[[], np.floating[Any]] | None = None
-    """The largest magnitude, where it follows from those of factors, as rounding keeps order."""
+    """Computes the largest magnitude from those of factors, if it follows from these."""
 
     @property
     def array(self) -> NDArray[np.float32]:
@@ -68,8 +68,8 @@ def largest(array: Array) -> np.float32:
 
 @dataclass(slots=True)
 class TargetParts:
-    """What an adapter holds for one target: y = gain * (W x + bias) + scaling * B A x, and so on.
-    A (r, in) and B (out, r) come together, for experts stacked; the other vectors are (out,)."""
+    """An adapter's tensors for one target: y = gain * (W x + bias) + scaling * B A x, and so on. It
+    has both A (r, in) and B (out, r), stacked for experts, or neither; other vectors are (out,)."""
 
     target: Target
     a: Values | None = None
@@ -78,11 +78,11 @@ class TargetParts:
     lora_bias: Values | None = None
     """Added to B A x, before it is scaled."""
     bias: Values | None = None
-    """What takes the place of the base's bias."""
+    """Replaces the base's bias."""
     magnitude: Values | None = None
     """DoRA's: the rows of W + scaling * B A are scaled to these lengths."""
     gain: Values | None = None
-    """What the whole output, bias included, is multiplied by."""
+    """Factors of the whole output, including the bias."""
     error: float = 0.0
     """How far B A is from what was trained, as the relative Frobenius norm; 0: exact."""
 
@@ -92,19 +92,19 @@ class TargetParts:
 
     @property
     def vectors(self) -> list[Values]:
-        """What there is beside A and B."""
+        """All vectors that it has besides A and B."""
         vectors = (self.lora_bias, self.bias, self.magnitude, self.gain)
         return [vector for vector in vectors if vector is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of the embedding's or the head's weight (vocab, hidden) in place of the base's."""
+    """Rows that replace those of the embedding's or the head's weight (vocab, hidden)."""
 
     whole: Stored | None
-    """All of them."""
+    """All rows; None: only `some` are replaced."""
     some: Stored | None
-    """(n, hidden), over those of `whole`."""
+    """(n, hidden): rows that replace those of `whole` too."""
     ids: tuple[int, ...] = ()
     """The n token ids of `some`."""
 
@@ -121,12 +121,12 @@ class AdapterParts:
     embedding: Rows | None = None
     head: Rows | None = None
     vocab_size: int = 0
-    """If it is not the base's: the embedding and the head, and what `targets` says of them, have
-    that many rows. 0: as the base."""
+    """The number of tokens, if it differs from the base's: embedding, head and their A and B have
+    that many. 0: as the base."""
 
     @property
     def needs_base(self) -> bool:
-        """Whether the base's weights say what some of it does."""
+        """Whether some of it can only be computed with the base's weights."""
         affine = any(parts.vectors for parts in self.targets)
         return affine or bool(self.norms or self.embedding or self.head)
 
@@ -156,7 +156,7 @@ class AdapterParts:
 
 
 def find_target(tensor: str, module: str, table: TargetTable) -> Target:
-    """The target of that name, which a tensor of the file is for. Raises AdapterInvalid."""
+    """The target named `module`. Raises AdapterInvalid, naming `tensor`, if there is none."""
     target = table.by_name.get(module)
     if target is None:
         refuse(tensor, f"no such projection in the base model{_hint(module, table)}")
@@ -164,7 +164,7 @@ def find_target(tensor: str, module: str, table: TargetTable) -> Target:
 
 
 def _hint(name: str, table: TargetTable) -> str:
-    """What the base has instead: fewer layers, or other projections."""
+    """What the base has instead of the module `name`, for messages."""
     layers = (layer_of(target.name) for target in table.targets)
     num_layers = 1 + max((layer for layer in layers if layer is not None), default=-1)
     if (layer_of(name) or 0) >= num_layers:
@@ -173,7 +173,8 @@ def _hint(name: str, table: TargetTable) -> str:
 
 
 def check_shape(values: Stored, expected: tuple[int, ...], who: str) -> Stored:
-    """The same tensor. Raises AdapterInvalid if it has another shape than `who` make it."""
+    """The same tensor. Raises AdapterInvalid if its shape is not `expected`; `who` is for the
+    message."""
     if values.shape != expected:
         refuse(values.name, f"has the shape {values.shape}; {who} it {expected}")
     return values
@@ -186,8 +187,8 @@ def check_activated(
     table: TargetTable,
     provisional: bool,
 ) -> None:
-    """Raises AdapterInvalid if more than linear layers is adapted: PEFT activates nothing else, so
-    that the rest would be on everywhere. `provisional`: the base, not looked at, may hold it."""
+    """Raises AdapterInvalid if an activated adapter adapts more than linear layers: PEFT would have
+    the rest active everywhere. `provisional`: the base, which was not read, may have such parts."""
     vocab, _ = vocabulary(table, "embedding")
     beyond = [i for i in invocation if i >= vocab]
     field = "alora_invocation_tokens"
@@ -205,14 +206,14 @@ def check_activated(
 
 
 def nothing_in(parts: AdapterParts) -> str:
-    """Why an adapter would change nothing."""
+    """Why an adapter without effect changes nothing, for messages."""
     if parts.needs_base:
         return "all that it holds is as in the base model"
     return "A or B is zero in every target"
 
 
 def same_rows(one: Rows | None, other: Rows | None) -> bool:
-    """Whether one copy of the rows serves both."""
+    """Whether both have the same rows, so that one copy serves both."""
     if one is None or other is None:
         return one is other
     pairs = ((one.whole, other.whole), (one.some, other.some))

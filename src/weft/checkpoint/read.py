@@ -1,7 +1,7 @@
-"""The two files of an adapter: their bytes, their digest, their tensors; or made from memory.
+"""Reads the two files of an adapter, or makes them from memory: their bytes, digest and tensors.
 
-Each file is read once, and everything else is derived from those bytes, so that the digest is
-that of the content served even when somebody writes to the folder meanwhile.
+Each file is read once, and everything else is derived from those bytes. So the digest is that of
+the served content even if somebody writes to the folder meanwhile.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 MAX_CONFIG_BYTES = MAX_BYTES[CONFIG_FILE]
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSORS = 1 << 17
-"""No file may hold more; how many may be in one for some base is in `max_tensors`."""
+"""The most tensors of any file; `max_tensors` has the limit for a certain base."""
 MAX_DIMENSIONS = 8
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""What weights may be stored in: torch's names by safetensors' names."""
+"""The dtypes in which weights may be stored: torch's names by safetensors' names."""
 
 _KEPT_BYTES = 1 << 18
-"""Of headers up to this length, what is in the last few is remembered."""
+"""The parsed content of the last few headers up to this length is cached."""
 _METADATA_BYTES, _METADATA_OBJECTS = 1 << 20, 1 << 14
-"""What a header may have besides tensors."""
+"""The limits of what a header may have besides tensors."""
 _ENTRY_BYTES = 384
-"""What a header may take for a tensor."""
+"""The most bytes of a header for each tensor."""
 _ENTRY = {"dtype", "shape", "data_offsets"}
 _Entry = tuple[int, int, str, tuple[int, ...], str]
-"""Where a tensor lies in the data, in bytes, its dtype, its shape and its name."""
+"""A tensor's start and end in the data, in bytes, its dtype, its shape and its name."""
 
 _CHUNK = 1 << 18
-"""Values compared in one go."""
+"""How many values are compared at a time."""
 _IN_CACHE = 1 << 16
-"""Values looked at in one go, in the processor's cache."""
+"""How many values are examined at a time, so that they stay in the processor's cache."""
 Bytes = npt.NDArray[np.uint8]
 Raw = npt.NDArray[Any]
 """Values of a dtype that weights are stored in: uint16 stands for bfloat16, which NumPy lacks."""
@@ -63,7 +63,7 @@ class AdapterFiles:
 
     @cached_property
     def digest(self) -> str:
-        """As `content_digest`."""
+        """See `content_digest`."""
         return content_digest(self.config, [self.weights], len(self.weights))
 
 
@@ -74,7 +74,7 @@ def read_adapter(
     expect_digest: str | None = None,
     deadline: Deadline | None = None,
 ) -> AdapterFiles:
-    """The content of a folder, where it can be an adapter for the base in `table`.
+    """The content of a folder, if its sizes can be those of an adapter for the base in `table`.
 
     Raises AdapterNotFound (a file is missing), AdapterPathRefused (a file is a link that leaves the
     root), AdapterUnavailable (the digest is not `expect_digest`, or reading takes too long) and
@@ -97,7 +97,7 @@ def read_adapter(
 def read_source(
     source: AdapterSource, table: TargetTable, max_rank: int, deadline: Deadline
 ) -> AdapterFiles:
-    """The content of the folder that a source means.
+    """The content of a source's folder.
 
     Raises what `read_adapter` does, AdapterNotFound if there is no such folder, and
     AdapterUnavailable if its path has come to mean another.
@@ -130,7 +130,7 @@ class Stored:
         return self.data.view(dtype).reshape(self.shape)
 
     def values(self) -> npt.NDArray[np.float32]:
-        """The values in the tensor's shape; a view of the file where that is float32."""
+        """The values in the tensor's shape; a view of the file if that is float32."""
         return self._values(0, None).reshape(self.shape)
 
     def largest(self) -> np.float32:
@@ -171,8 +171,8 @@ def parse_stored(
     """The tensors of a safetensors file by name; with the `table` of a base, no header is looked
     into that no adapter for that base can have.
 
-    They are views of `weights`, or of one copy where those can't be written to: other threads run
-    while a large copy is made, which is not so while libraries make many small ones.
+    They are views of `weights`, or of one copy if that is read-only: other threads can run while
+    one large copy is made, but not while libraries make many small ones.
     Raises AdapterInvalid for a malformed file or a dtype other than float32, float16, bfloat16.
     """
     length = int.from_bytes(weights[:8], "little")
@@ -230,7 +230,7 @@ def _refuse_pickle(folder: Folder) -> None:
 
 @lru_cache(16)
 def _entries(text: bytes, max_tensors: int) -> tuple[_Entry, ...]:
-    """What a header says of each tensor, in the order of the data. It must name none twice."""
+    """A header's entries, in the order of the data. It must not name a tensor twice."""
     if text.count(b'"data_offsets"') > max_tensors:
         refuse(WEIGHTS_FILE, f"holds more tensors than any adapter for this base ({max_tensors})")
     if text.count(b"{") > max_tensors + _METADATA_OBJECTS:
@@ -273,7 +273,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:
-    """None unless it is a short list of integers that a size in memory can be."""
+    """A shape; None unless it is a short list of integers that can be sizes in memory."""
     if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
         return None
     for size in value:
@@ -331,7 +331,7 @@ def _checked(name: object) -> str:
 
 
 def _copy(name: str, tensor: object) -> torch.Tensor:
-    """On the CPU, and in memory of its own, as a file takes no views."""
+    """A copy on the CPU, in memory of its own, as files can't hold views."""
     import torch
 
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:

@@ -1,7 +1,7 @@
-"""Adapters of models that see images, as far as they adapt the text model.
+"""Renames the tensors of adapters for models that see images, if they adapt the text model.
 
-In such a model, the modules of the text model have other names than in the text model alone, and so
-have the tensors of an adapter that was trained on it:
+In such a model, the modules of the text model have other names than in the text model alone. So do
+the tensors of an adapter that was trained on it:
 
     base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight
     base_model.model.language_model.model.layers.0.mlp.up_proj.lora_A.weight   (older)
@@ -18,13 +18,12 @@ from weft.checkpoint.refuse import refuse
 from weft.core.targets import TEXT_PREFIXES, text_name
 
 Naming = Mapping[str, str]
-"""What modules' names begin with in the text model alone, and in the model that was trained."""
+"""Prefixes of module names in the text model alone, mapped to those in the trained model."""
 
 
 def text_part(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], Naming]:
-    """The tensors under the names that they have for the text model alone, and what becomes of
-    these names in the model that was trained. Raises AdapterInvalid for a tensor of another part
-    than the text model."""
+    """The tensors by their names for the text model alone, and the prefixes in the trained model.
+    Raises AdapterInvalid for a tensor of another part than the text model."""
     found: dict[str, Stored] = {}
     naming: dict[str, str] = {}
     for name, tensor in tensors.items():

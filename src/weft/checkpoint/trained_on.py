@@ -1,4 +1,4 @@
-"""What an adapter's configuration says of the base that it was trained on. Nothing enforces it."""
+"""Reads what an adapter's configuration says about its base, which nothing enforces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FOUR_BITS = re.compile(r"(bnb-)?4-?bit|int4|w4a16|nf4|awq|gptq", re.IGNORECASE)
 
 
 def trained_on(config: bytes) -> str | None:
-    """`base_model_name_or_path` of an adapter_config.json, None where that says nothing."""
+    """`base_model_name_or_path` of an adapter_config.json; None if it has none."""
     try:
         stated = json.loads(config)
     except ValueError:
@@ -24,8 +24,8 @@ def was_in_four_bits(name: str) -> bool:
 
 
 def warning_of_four_bits(config: bytes, base_has_16_bits: bool) -> str | None:
-    """What to tell whoever loads an adapter that was trained on a base in 4 bits, for a base that
-    is served in 16 bits or more; None where that is not so."""
+    """A warning for an adapter that was trained on a base in 4 bits, if the served base has 16 bits
+    or more; else None."""
     name = trained_on(config)
     if not base_has_16_bits or name is None or not was_in_four_bits(name):
         return None

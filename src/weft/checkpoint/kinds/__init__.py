@@ -1,4 +1,4 @@
-"""The kinds of PEFT adapters that are served: one file each, whose `KIND` says all about it.
+"""The kinds of PEFT adapters that are served. Each has a file, whose `KIND` describes it.
 
 Third parties add theirs with an entry point in the group `weft.adapter_kinds`, whose name is the
 `peft_type` and whose value is a `weft.checkpoint.kinds.base.Kind`. It is loaded when an adapter of
@@ -84,9 +84,9 @@ def sort_adapter(
 ) -> tuple[PeftConfig, AdapterParts]:
     """The config, and the parts in the order of the table.
 
-    `tolerance`: the largest error, see `TargetParts.error`, of a kind that is no LoRA. Raises
-    AdapterInvalid, naming the tensor or field, for what does not fit the base or the config, for a
-    tensor that nothing is made of, and for an error above the tolerance.
+    `tolerance`: the largest `TargetParts.error` of a kind that is no LoRA. Raises AdapterInvalid,
+    naming the tensor or field, for what does not fit the base or the config, for a tensor that is
+    not used, and for an error above the tolerance.
     """
     config, tensors = parse_files(files, max_rank, table)
     kind = find_kind(config.peft_type)

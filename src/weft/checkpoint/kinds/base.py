@@ -2,7 +2,7 @@
 
 A kind says which fields of adapter_config.json it knows, which tensors it has, and how these become
 the parts that images are packed from (`weft.checkpoint.parts`). An adapter is served as PEFT would
-run it, or refused with the name of the field or tensor that asks for more.
+run it, or refused with the name of the field or tensor that is not supported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weft.core.files import WEIGHTS_FILE
 from weft.core.targets import Target, TargetTable
 
 MAX_FIELD_RANK = 1 << 20
-"""The largest rank that a field may say where it is not the image's."""
+"""The largest rank that a field may have, if it is not the rank of the image."""
 
 COMMON_HARMLESS = frozenset(
     {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
@@ -60,13 +60,13 @@ class Kind:
 
     peft_type: str
     title: str
-    """What people call it."""
+    """The kind's usual name."""
     sort: Callable[[PeftAdapter], AdapterParts]
     """An adapter's parts. Raises AdapterInvalid for what can't be served."""
     tensors: tuple[str, ...] = ()
     """The last parts of the names of a module's tensors, for `PeftAdapter.modules`."""
     shared: tuple[str, ...] = ()
-    """Names of tensors that are there once for all modules."""
+    """Names of tensors that all modules share."""
     read: frozenset[str] = frozenset()
     """Fields that change what the adapter computes, beside `COMMON_READ`."""
     harmless: frozenset[str] = frozenset()
@@ -78,12 +78,12 @@ class Kind:
     alpha: tuple[str, float] = ("alpha", 8)
     """The field that says alpha, and PEFT's default."""
     rank_is_images: bool = False
-    """Whether the field's rank is the image's too, so that --max-lora-rank bounds it."""
+    """Whether the field's rank is also the image's, so that --max-lora-rank limits it."""
     configure: Callable[[PeftConfig], PeftConfig] = no_biases
     """Reads the fields of `config.options` that only this kind has. Raises AdapterInvalid."""
 
     def parse(self, options: Fields, max_rank: int) -> PeftConfig:
-        """The config that these fields are. Raises AdapterInvalid, naming the field."""
+        """Parse and check the config's fields. Raises AdapterInvalid, naming the field."""
         self._check(options)
         # LoKr's rank may be huge to ask for full matrices; what counts is the rank of the result.
         max_field_rank = max_rank if self.rank_is_images else MAX_FIELD_RANK
@@ -115,7 +115,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class PeftAdapter:
-    """An adapter as PEFT has saved it, and what it is to be served on."""
+    """An adapter as PEFT has saved it, and the base on which it is to be served."""
 
     kind: Kind
     config: PeftConfig
@@ -165,7 +165,7 @@ class PeftAdapter:
         )
 
     def _split(self, tensor: str) -> tuple[str, str]:
-        """The module and the part that a tensor's name says."""
+        """(module, part) from a tensor's name."""
         module, _, part = tensor.removeprefix(PREFIX).rpartition(".")
         if part not in self.kind.tensors or not tensor.startswith(PREFIX):
             why = f"only {', '.join(self.kind.tensors)} are served for {self.kind.title}"
@@ -233,6 +233,6 @@ def decompose(b: Array, a: Array) -> tuple[Array, Array, Array]:
 
 
 def lost(left_out: Array, everything: Array) -> float:
-    """The error of a matrix that some of its singular values are left out of."""
+    """The relative error of a matrix without some of its singular values, `left_out`."""
     total = float(np.linalg.norm(everything))
     return float(np.linalg.norm(left_out)) / total if total else 0.0

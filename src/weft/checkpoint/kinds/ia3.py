@@ -1,4 +1,4 @@
-"""(IA)^3: a factor for each feature of what a projection puts out, or of what it takes in."""
+"""(IA)^3: a factor for each output of a projection, or for each of its inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _parts(target: Target, name: str, scale: Array) -> TargetParts:
 
 
 def _scaled(config: PeftConfig, module: LinearModule, table: TargetTable) -> tuple[Target, Array]:
-    """The target whose output is scaled, and by what: (out,)."""
+    """The target whose output is scaled, and its factors, (out,)."""
     target = module.target
     feeds_forward = _feeds_forward(config, target.name)
     if feeds_forward is None:
@@ -50,7 +50,7 @@ def _scaled(config: PeftConfig, module: LinearModule, table: TargetTable) -> tup
 
 
 def _feeds_forward(config: PeftConfig, module: str) -> bool | None:
-    """What `feedforward_modules` says of a module; None: the field is not there."""
+    """Whether `feedforward_modules` selects a module; None: the config has no such field."""
     value = config.options.get("feedforward_modules")
     if value is None:
         return None

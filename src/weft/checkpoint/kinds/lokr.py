@@ -19,7 +19,7 @@ from weft.checkpoint.parts import AdapterParts, Array, TargetParts
 from weft.checkpoint.refuse import refuse
 
 _MAX_SVD = 1024
-"""Largest smaller side of a dense matrix that is decomposed, which takes seconds."""
+"""A dense matrix is decomposed, in seconds, if its smaller side is at most this."""
 _NEGLIGIBLE = 3e-7
 """Singular values below this share of the largest are float32's noise."""
 

@@ -36,7 +36,7 @@ MAX_INVOCATION = 256
 _MERGE = "merge the adapter into the base with PEFT's merge_and_unload, and serve that as a base"
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _RESIDUAL_INITS = ("pissa", "olora", "corda")
-"""They change the base model so that `weft.checkpoint.base` can tell."""
+"""Initialisations that change the base model in a way that `weft.checkpoint.base` recognises."""
 _BASE_CHANGING_INITS = {
     "loftq": "quantizes the base model, and is right on that one alone; merge the adapter into it"
     " with PEFT's merge_and_unload, and serve that as a base",
@@ -72,7 +72,7 @@ def _configure(config: PeftConfig) -> PeftConfig:
 
 
 def _token_indices(value: object) -> dict[str, tuple[int, ...]]:
-    """By the ending of a module's name; a list is for the embedding."""
+    """The token ids by the ending of a module's name; a bare list is for the embedding."""
     param = "trainable_token_indices"
     by_module = value if isinstance(value, dict) else {"embed_tokens": value}
     found: dict[str, tuple[int, ...]] = {}
@@ -103,7 +103,7 @@ def _invocation(fields: Fields) -> tuple[int, ...]:
 
 
 def _residual_init(value: object) -> str:
-    """The initialisation, if it is one whose adapters need the base that it left."""
+    """The initialisation, if its adapters need the base model that it changed; else ""."""
     if value is None or isinstance(value, bool):
         return ""
     if not isinstance(value, str):
@@ -183,7 +183,7 @@ def _matrices(target: Target, found: NamedTensors, config: PeftConfig) -> Target
 
 
 def _check_wrapped(target: Target, found: NamedTensors) -> None:
-    """PEFT ignores what lies elsewhere than it has put the module."""
+    """Refuse a target's tensors that PEFT would ignore, as it has put the module elsewhere."""
     wrapped = found.is_wrapped(target.name)
     outside = ("bias", "whole") if wrapped else ("lora_bias", "magnitude", "inner_bias")
     tensor = found.of(target.name, *outside)
@@ -230,8 +230,8 @@ def _set_rows(parts: AdapterParts, found: NamedTensors, config: PeftConfig) -> N
 def _vocab_size(
     tensors: Mapping[str, Stored], table: TargetTable, config: PeftConfig, max_added: int
 ) -> tuple[int, str]:
-    """The vocabulary of the adapter's model, and the whole weight, or else the field, that says
-    so. Raises AdapterInvalid."""
+    """The size of the adapter's vocabulary, and the name of the tensor or field that says so.
+    Raises AdapterInvalid."""
     base_size, hidden = vocabulary(table, "embedding")
     wholes = [
         (name, tensors[name].shape)
@@ -259,8 +259,8 @@ def _vocab_size(
 
 
 def _without_copies(tensors: Mapping[str, Stored], config: PeftConfig) -> dict[str, Stored]:
-    """The tensors without the copies that PEFT adds to a file of saved modules, and does not read
-    again, when it saves embedding layers along. Raises AdapterInvalid for a copy that differs."""
+    """The tensors without copies of saved modules, which PEFT adds when it saves embedding layers
+    along, and does not read again. Raises AdapterInvalid for a copy that differs."""
     found = dict(tensors)
     for module in _MODULES:
         whole = found.get(f"{PREFIX}{module}.weight")
@@ -275,9 +275,8 @@ def _without_copies(tensors: Mapping[str, Stored], config: PeftConfig) -> dict[s
 
 
 def _check_rows(source: str, parts: AdapterParts, base_size: int, size: int) -> None:
-    """Raises AdapterInvalid unless the file holds all rows of a vocabulary of `size`, which is not
-    the base's: whole weights say that it is smaller, and what added tokens are. `source`: the
-    tensor or field that says so."""
+    """Raises AdapterInvalid unless the file has all rows that a vocabulary of `size` other than the
+    base's needs: whole weights, or rows of all added tokens. `source`: see `_vocab_size`."""
     for module, rows in ((EMBEDDING, parts.embedding), (HEAD, parts.head)):
         has_added = rows is not None and set(range(base_size, size)) <= set(rows.ids)
         if rows is None or (rows.whole is None and not (size > base_size and has_added)):
@@ -313,7 +312,7 @@ def _wholes(found: NamedTensors, config: PeftConfig) -> dict[str, Stored | None]
 
 
 def _check_place(module: str, found: NamedTensors, config: PeftConfig) -> None:
-    """PEFT ignores a weight that lies elsewhere than it has put the module."""
+    """Refuse a module's weight that PEFT would ignore, as it has put the module elsewhere."""
     has_tokens = config.token_ids(module) is not None
     has_tokens = has_tokens or (module == HEAD and _ties_tokens(found, config))
     right = {
@@ -354,13 +353,13 @@ def _some(
 
 
 def _ties_tokens(found: NamedTensors, config: PeftConfig) -> bool:
-    """Whether PEFT lets the head have the embedding's trained rows."""
+    """Whether PEFT gives the head the embedding's trained rows."""
     ids, head = config.token_ids(EMBEDDING), config.token_ids(HEAD)
     return found.table.tied and ids is not None and head in (None, ids)
 
 
 def _check_tied(found: NamedTensors, config: PeftConfig) -> None:
-    """With ensure_weight_tying, PEFT keeps one tensor for both modules; a file holds it twice."""
+    """With ensure_weight_tying, PEFT has one tensor for both modules: refuse two that differ."""
     if not (config.ensure_weight_tying and found.table.tied):
         return
     if config.saves(EMBEDDING):

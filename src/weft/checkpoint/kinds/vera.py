@@ -39,7 +39,7 @@ def _sort(adapter: PeftAdapter) -> AdapterParts:
 
 
 def _projections(adapter: PeftAdapter, modules: list[LinearModule]) -> list[Array]:
-    """The A and B that all targets have the beginnings of."""
+    """The A and B whose beginnings all targets share."""
     num_in = max(module.target.in_features for module in modules)
     num_out = max(module.target.out_features for module in modules)
     saved = flag(adapter.config.options, "save_projection", True)
