@@ -1,15 +1,15 @@
 """Compiles Triton kernels in parallel, before they are needed.
 
-Triton compiles each variant of a kernel when it is first called, while the caller waits. All that
-the steps of a model need, one after the other, takes minutes. So they are called once without
-being run:
+Triton compiles each variant of a kernel when it is first called, while the caller waits. One after
+the other, all variants for the steps of a model take minutes. So they are called once without being
+run:
 
     with compiling_ahead():
         forward()           kernels that are not compiled yet are noted
     forward()               all of them are there
 
-What kernels would have written is undefined meanwhile. So those that an earlier engine of this
-process has compiled don't run either: they might read from addresses that were never written.
+The outputs of kernels are undefined meanwhile. So kernels that an earlier engine of this process
+has compiled don't run either: they might read addresses that were never written.
 
 Processes forked from this one compile what was noted, one for each processor, and leave it in
 Triton's cache on disk, from where this process takes it at the end of the block. Threads of one
@@ -47,15 +47,15 @@ from weft.core.processes import die_with_parent
 logger = logging.getLogger(__name__)
 
 STUCK_S = 60.0
-"""How long all processes that compile may take without a kernel before they are given up."""
+"""If no compiling process has finished a kernel for this long, they are given up."""
 _INDEX = struct.Struct("<i")
 
 
 @contextmanager
 def compiling_ahead(part: int = 0, num_parts: int = 1) -> Iterator[None]:
-    """Let calls of Triton kernels that this thread makes inside return at once. None of these runs,
-    and all are compiled by the end. Of several processes that compile the same kernels at a time,
-    each has another `part`. Raises what the compiler raises."""
+    """A context in which this thread's calls of Triton kernels return at once, without running. At
+    its end, all of these kernels are compiled. `part`: which of `num_parts` processes, that compile
+    the same kernels at the same time, this is. Raises what the compiler raises."""
     token = _is_ahead.set(True)
     try:
         with _Ahead(part, num_parts):
@@ -80,8 +80,8 @@ JITFunction.run = _launch_or_compile
 
 
 def tell_of_more() -> None:
-    """From now on, log each kernel that is compiled, or taken from the cache on disk, for the first
-    time: a request may be waiting for it."""
+    """From now on, log each kernel that is compiled or taken from the cache on disk, as a request
+    may be waiting for it."""
 
     def told(repr: str, fn: Any, is_manual_warmup: bool, **_: object) -> None:
         if not is_manual_warmup:
@@ -91,12 +91,12 @@ def tell_of_more() -> None:
 
 
 class _NotYet:
-    """What stands in for a kernel that is not compiled yet."""
+    """The placeholder of a kernel that is not compiled yet."""
 
 
 Compile = Callable[[], Any]
 Keep = Callable[[Any], None]
-"""Puts a kernel, or None to compile it anew, where the next call looks."""
+"""Stores a kernel, or None to have it compiled anew, where the next call looks for it."""
 
 
 class _Ahead(AsyncCompileMode):  # type: ignore[misc]
@@ -106,9 +106,9 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
         super().__init__(None)
         self._part, self._num_parts = part, num_parts
         self._kernels: dict[str, tuple[Compile, list[Keep]]] = {}
-        """By a kernel's content: what compiles it, and what makes it known to its callers."""
+        """By a kernel's key: the function that compiles it, and those that store it."""
         self._todo: list[str] = []
-        """Those that were not compiled by an earlier start, and that nobody compiles yet."""
+        """The keys of kernels that are neither in the cache on disk nor being compiled."""
         self._aside: list[_Compilers] = []
 
     def submit(self, key: str, compile_one: Compile, keep: Keep, *_: object) -> _NotYet:
@@ -130,7 +130,7 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
         return zlib.crc32(key.encode()) % self._num_parts == self._part
 
     def _begin(self, keys: list[str]) -> None:
-        """Compile kernels aside."""
+        """Have other processes compile these kernels."""
         self._aside.append(_Compilers([self._kernels[key][0] for key in keys]))
         self._todo = [key for key in self._todo if key not in keys]
 
@@ -166,8 +166,8 @@ def _is_cached(key: str) -> bool:
 
 
 class _Compilers:
-    """Processes that compile kernels, and leave them in Triton's cache. What does not come about
-    there, for whatever reason, is left to the caller."""
+    """Processes that compile kernels into Triton's cache. Kernels that they fail to compile are
+    left to the caller."""
 
     def __init__(self, todo: Sequence[Compile]) -> None:
         self.num_kernels = len(todo)
@@ -187,7 +187,7 @@ class _Compilers:
         os.close(to_tell)
 
     def end(self, stuck_s: float) -> None:
-        """Wait for them, unless none of them ends a kernel for so long."""
+        """Wait for the processes, until none has finished a kernel for `stuck_s` seconds."""
         while select([self._ended], [], [], stuck_s)[0] and os.read(self._ended, 1):
             pass
         os.close(self._ended)
@@ -197,9 +197,9 @@ class _Compilers:
 
 
 def _fork(orders: int, to_tell: int, todo: Sequence[Compile]) -> int:
-    """A process that compiles the kernels whose numbers it reads from a pipe that all of them
-    share, and tells of each. It touches neither the device nor what other threads had under
-    way."""
+    """Fork a process, and return its pid. It compiles the kernels whose numbers it reads from the
+    pipe `orders`, which all such processes share, and reports each. It uses neither the device nor
+    anything that other threads were working on."""
     parent = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # there are other threads

@@ -1,6 +1,6 @@
-"""Linear attention by the gated delta rule, and the short convolution ahead of it, over a state
-that each sequence keeps between steps. In plain torch here, for any device, and as fused kernels in
-`weft.kernels.triton_delta`.
+"""Linear attention by the gated delta rule, and the short convolution before it, over a state that
+each sequence keeps between steps. Here in plain torch, for any device; `weft.kernels.triton_delta`
+has fused kernels.
 
 Shapes: T token rows, S sequences, G key heads, H value heads, D size of a key, E size of a value,
 C channels of the convolution, W its width, R tokens whose inputs are kept, L tokens of a chunk, O
@@ -13,10 +13,10 @@ q, decay g <= 0 and strength b changes it and reads it:
     state += k (b (v - k^T state))^T
     out    = q^T state
 
-A state never holds a token that may turn out wrong. The first row of a decode is always right, and
-guesses may follow it. The state is kept as it is behind the first row, and the inputs of all rows
-are kept beside it. Of guesses that were right, the next step takes the inputs from there, changes
-the state by them, and goes on with its own first row:
+A state never includes a token that may turn out wrong. The first row of a decode is always right,
+and guesses may follow it. The state is stored as it is after the first row, and the inputs of all
+rows are stored beside it. The next step first updates the state by the stored inputs of guesses
+that were right, and then by its own first row:
 
     positions     5   6   7   8   9   10
     a step       [5   6   7   8]            6, 7 and 8 are guesses; the state holds 0 to 5
@@ -42,7 +42,7 @@ from torch import Tensor
 from weft.core.units import SHORT
 
 CHUNK = 64
-"""Tokens of a prompt whose changes of the state are computed together."""
+"""How many tokens of a prompt have their changes of the state computed together."""
 
 Ints = NDArray[np.int64]
 Table = NDArray[np.int32]
@@ -50,25 +50,24 @@ Table = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """What one layer keeps of all sequences, by the number of their state. A sequence at its first
-    token takes its state as zeros, whatever is there."""
+    """One layer's states of all sequences, by number. At a sequence's first token, its state counts
+    as zeros, whatever is stored."""
 
     inputs: Tensor
-    """(states, R, C + 2 H), in the model's dtype: what the last R tokens gave to the convolution
-    and, behind that, to the strength and the decay of each head. The token at position p has the
-    place p % R."""
+    """(states, R, C + 2 H), in the model's dtype: the last R tokens' inputs to the convolution and,
+    behind these, to each head's strength and decay. The token at position p has the place p % R."""
     delta: Tensor
     """fp32 (states, H, D, E)."""
 
     @property
     def num_kept(self) -> int:
-        """R: the tokens that the convolution still reads, and as many as may be guessed."""
+        """R: as many tokens as the convolution reads before the next one, and the most guesses."""
         return self.inputs.shape[1]
 
 
 class Columns(NamedTuple):
-    """Where the columns of a kind begin in the output of the projection, and how far those of a key
-    head are from the ones of the next key head. Value heads of the same key head are neighbours."""
+    """For each kind of columns in the projection's output: (first column, distance from one key
+    head's columns to the next one's). Value heads of the same key head are neighbours."""
 
     q: tuple[int, int]
     k: tuple[int, int]
@@ -84,7 +83,7 @@ class DeltaLayer:
 
     conv_WC: Tensor
     log_a_H: Tensor
-    """fp32. With `dt_bias_H`, what a head's decay is made of."""
+    """fp32. This and `dt_bias_H` are the parameters of the heads' decays."""
     dt_bias_H: Tensor
     """fp32."""
     norm_E: Tensor
@@ -99,7 +98,7 @@ class DeltaLayer:
 
 
 class StateWork(NamedTuple):
-    """A step's rows as kernels find them. Entries in excess do nothing."""
+    """The tables by which kernels find a step's rows and states. Padding entries do nothing."""
 
     decodes: Tensor
     """int32 (decodes, 4), an entry for each row of a decode: the row, its state, how many rows the
@@ -117,28 +116,27 @@ class StateWork(NamedTuple):
 
 @dataclass(frozen=True)
 class StateRows:
-    """Which state each sequence of a step has, and where its rows are. No two of them have the same
-    state. Each guess at a sequence's next tokens is there as one more sequence, behind the decode
-    with the same state.
+    """Which state each sequence of a step has, and where its rows are. Sequences have different
+    states, except that each guess is one more sequence, behind the decode with the same state.
 
-    A sequence may be there twice, with up to SHORT rows behind more than SHORT others. Then the
-    first part leaves its state in a snapshot, with which the second one begins:
+    A sequence may also have two parts: more than SHORT rows, then up to SHORT rows. The first part
+    leaves its state in a snapshot, with which the second one begins:
 
         sources    7   4   9   2   2     the prompt of state 4 is cut where snapshot 9 is taken,
         states     7   9   4   2   2     and the decode of state 2 has a guess
     """
 
     states: list[int]
-    """Where the state of each one is after the step."""
+    """The number of each sequence's state after the step."""
     query_start: list[int]
     """The first row of each sequence, and the end: S + 1 numbers."""
     work: StateWork | None = None
     """The step's work, on the device; None: each layer makes it from the lists. With it, nobody
     reads the other lists, and in a step that is captured they are empty."""
     sources: list[int] | None = None
-    """Where the state of each one is before the step; None: where it is after it."""
+    """The number of each sequence's state before the step; None: the same as after it."""
     lags: list[int] | None = None
-    """How many tokens, whose inputs are kept, the state of each one lacks; None: none does."""
+    """How many tokens, whose inputs are stored, each sequence's state lacks; None: none."""
 
     @cached_property
     def tokens(self) -> StateTokens:
@@ -336,7 +334,7 @@ class _Terms(NamedTuple):
 def _delta_rule(
     terms: _Terms, cache: StateCache, tokens: StateTokens, positions_T: Tensor
 ) -> Tensor:
-    """What tokens read of their sequences' states, (N, H, E). Updates the states. All in fp32."""
+    """What tokens read from their sequences' states, (N, H, E). Updates the states. All in fp32."""
     out_NHE = torch.empty_like(terms.v_NHE)
     row_D, state_D = tokens.row_D, tokens.state_D
     if tokens.most > (0, 1):

@@ -1,4 +1,4 @@
-"""The base's part of a linear layer: a matrix, in whatever form it is held, and products with it.
+"""The base's part of a linear layer: a matrix, in any format, and products with it.
 
 Shapes: T token rows, I inputs, O outputs.
 """
@@ -29,7 +29,7 @@ def product(
 
         return triton_linear.linear(x_TI, weight_OI, bias_O, deterministic)
     if deterministic and len(x_TI):
-        # A copy begins at a multiple of 64 bytes, on which a library's choice may depend.
+        # A copy begins at a multiple of 64 bytes; a library's choice may depend on the alignment.
         rows = (x_TI[t : t + 1].clone() for t in range(len(x_TI)))
         return torch.cat([F.linear(row_1I, weight_OI, bias_O) for row_1I in rows])
     return F.linear(x_TI, weight_OI, bias_O)

@@ -1,5 +1,5 @@
-"""What a decoder layer does between its matrix products: in plain torch here, for any device, and
-as fused Triton kernels in `weft.kernels.triton_ops`.
+"""The operations of a decoder layer between its matrix products, in plain torch for any device;
+`weft.kernels.triton_ops` has fused Triton kernels.
 
 Shapes: T token rows, O outputs of a linear layer, I hidden size, F intermediate width, H query
 heads, K key and value heads, N any number of heads, D head dimension, R rotated dimensions of a
@@ -103,15 +103,15 @@ def reference_activate_and_mul(gate_up_TF: Tensor, activation: Activation = "sil
 
 class Rope(NamedTuple):
     """The rotation of a step's rows, for the first R dimensions of every head. They are rotated in
-    pairs: of x, what becomes is `x * cos + x' * sin`, with x' the other of each pair. So cos is
-    there for both of a pair, and sin is negative for the first of it. All of one dtype."""
+    pairs: x becomes `x * cos + x' * sin`, where x' is the other one of its pair. So cos is the same
+    for both of a pair, and sin is negative for the first. All have one dtype."""
 
     cos_T1R: Tensor
     sin_T1R: Tensor
     interleaved: bool = False
     """Whether neighbours are the pairs, (2 i, 2 i + 1); else they are (i, i + R/2)."""
     query_T11: Tensor | None = None
-    """What queries are multiplied by once they are rotated; None: nothing."""
+    """Factors of the rotated queries; None: 1."""
 
 
 def apply_rope(x_TND: Tensor, rope: Rope) -> Tensor:
@@ -147,8 +147,8 @@ def reference_rope(x_TND: Tensor, rope: Rope) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What adapters add to a product, left to the operation that reads the product next. `add` is
-    undefined for rows whose slot is negative, of which the result is `y`."""
+    """What adapters add to a product, if that is left to the operation that reads the product next.
+    For rows with a negative slot, `add` is undefined, and the result is just `y`."""
 
     add_TO: Tensor
     """fp32"""
@@ -156,7 +156,7 @@ class Pending:
     """int32"""
 
     def added_to(self, y_TO: Tensor) -> Tensor:
-        """The sum, rounded once; other rows to the bit as they are."""
+        """`y` plus `add`, rounded once; rows with a negative slot keep their bits."""
         sum_TO = (y_TO.float() + self.add_TO).to(y_TO.dtype)
         return torch.where(self.slot_T[:, None] >= 0, sum_TO, y_TO)
 
@@ -166,7 +166,7 @@ class Product(NamedTuple):
 
     y_TO: Tensor
     pending: Pending | None = None
-    """None: nothing, y is the whole result. It is there until the next linear layer is called."""
+    """None: y is the whole result. Otherwise, it is valid until the next linear layer is called."""
 
     def whole(self) -> Tensor:
         """The result with what is pending, (T, O); y itself if nothing is."""
@@ -254,9 +254,9 @@ class Ops:
         delta_scale: float = 1.0,
         centered: bool = False,
     ) -> Tensor:
-        """Add to x, in place, the sum over ranks of `delta * delta_scale` with what is pending of
-        `delta` on each, and norm x. This is where most of a model's sums over ranks are, so that
-        one operation may do all of it."""
+        """Add to x, in place, the sum over ranks of `delta * delta_scale`, including each rank's
+        pending part, and return the norm of x. Most of a model's sums over ranks are of this form,
+        so one kernel may do all of it."""
         whole = Product(ranks.sum(delta.whole()))
         return self.rms_norm(x_TI, weight_I, eps, whole, delta_scale, centered)
 

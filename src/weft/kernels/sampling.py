@@ -35,7 +35,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The rows that punish (or favour) tokens that are in prompt or output already."""
+    """The rows with penalties on tokens that are already in prompt or output."""
 
     row_P: Tensor
     """int64 (P,), among the N rows."""
@@ -50,12 +50,13 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The rows that may choose some tokens only."""
+    """The rows that may only choose some tokens."""
 
     row_K: Tensor
     """int64 (K,), among the N rows."""
     words_KW: Tensor
-    """int32 (K, ceil(V / 32)): bit t % 32 of word t // 32 says if token t may; one does."""
+    """int32 (K, ceil(V / 32)): bit t % 32 of word t // 32 is set if token t may be chosen; at least
+    one is."""
 
 
 def count_tokens(counts_V: Tensor, prompt_L: Tensor, output_L: Tensor) -> None:
@@ -70,8 +71,8 @@ def count_tokens(counts_V: Tensor, prompt_L: Tensor, output_L: Tensor) -> None:
 def shape(
     logits_NV: Tensor, bias: Bias | None, penalties: Penalties | None, mask: Mask | None
 ) -> Tensor:
-    """Give the logits to choose from, float32 (N, V). `logits_NV` is not changed; it is returned if
-    there is nothing to do."""
+    """The logits to choose from, float32 (N, V). `logits_NV` is not changed; it is returned itself
+    if there is nothing to do."""
     if bias is None and penalties is None and mask is None:
         return logits_NV
     shaped_NV = logits_NV.clone()
@@ -180,7 +181,8 @@ def _mix(h: Tensor) -> Tensor:
 
 
 def _filter(logits_MV: Tensor, top_k_M: Tensor | None, top_p_M: Tensor | None) -> Tensor:
-    """Set what top_k, and after it top_p, leave out to minus infinity; ties are kept."""
+    """The logits, with those that top_k and then top_p leave out set to minus infinity. Tokens as
+    likely as the last one kept are kept too."""
     if top_k_M is None and top_p_M is None:
         return logits_MV
     sorted_MV = logits_MV.sort(-1, descending=True).values

@@ -1,4 +1,5 @@
-"""Brings a step's small host arrays to a fixed place on the device, in one copy, not waiting."""
+"""Copies a step's small host arrays to a fixed address on the device, all at once and without
+waiting."""
 
 from __future__ import annotations
 
@@ -42,17 +43,17 @@ class Staging:
         self.device_words = torch.zeros(num_words, dtype=torch.int32, device=self._device)
 
     def reserve(self, num_words: int) -> None:
-        """Make room. If there was not enough, the device's side moves to another place."""
+        """Make room for `num_words`. If there was too little, the device buffer moves."""
         if num_words > len(self.device_words):
             self._allocate(num_words)
 
     def begin(self) -> NDArray[np.int32]:
-        """Give the host's side, once its copy of DEPTH sends ago is done."""
+        """The next host buffer, after waiting for its last copy, DEPTH sends ago."""
         self._next_host()
         return self._words[self.turn]
 
     def send(self, num_words: int) -> Tensor:
-        """Copy so many words; returns the device's side, int32 (num_words,)."""
+        """Copy `num_words` words. Returns them on the device, int32 (num_words,)."""
         words = self.device_words[:num_words]
         words.copy_(self._host[self.turn][:num_words], non_blocking=True)
         if self._sent:

@@ -41,8 +41,7 @@ def processors(device: torch.device) -> int:
 
 
 TURNS = 64
-"""How many flags there are. They are many more than launches that can be under way at once, as
-each is there with all its programs."""
+"""The number of flags: many more than the launches that can be under way at once."""
 
 
 def meeting_place(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

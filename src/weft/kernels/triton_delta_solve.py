@@ -1,4 +1,4 @@
-"""What the changes of a chunk's tokens owe to each other: the kernel that solves the triangular
+"""How the changes of a chunk's tokens depend on each other: the kernel that solves the triangular
 system at the top of `weft.kernels.triton_delta_chunks`, which names the shapes."""
 
 from __future__ import annotations

@@ -33,19 +33,19 @@ class KVCache:
         return self.k.shape[1]
 
     def without_heads(self) -> KVCache:
-        """The same without anything in it, for a layer that only reads the cache of another."""
+        """A cache of the same shape with no heads, for a layer that reads another layer's cache."""
         return KVCache(self.k[:, :, :0], self.v[:, :, :0])
 
 
 class RowWork(NamedTuple):
-    """Which rows of a step go to which kernel, where decodes and chunks of prompts have kernels of
-    their own. Entries in excess do nothing."""
+    """Which rows of a step go to which kernel, if decodes and chunks of prompts have kernels of
+    their own. Padding entries do nothing."""
 
     num_decodes: int
     pairs: Tensor | None
-    """int32 (decodes, 2), sequence and row, -1 in excess; None: all sequences, one row each."""
+    """int32 (decodes, 2), sequence and row, -1 for padding; None: all sequences, one row each."""
     tiles: Tensor | None
-    """int32 (tiles, 4): sequence, first row, number of rows (0 in excess) and position of the
+    """int32 (tiles, 4): sequence, first row, number of rows (0 for padding) and position of the
     first row; None: there are none."""
 
 
@@ -65,11 +65,11 @@ class AttentionBatch:
     seq_lens: list[int]
     """A copy of `seq_lens_S` on the host."""
     work: RowWork | None = None
-    """The work of a step that is captured, at fixed places; then the host's lists are not read."""
+    """The work of a captured step, at fixed addresses; the host's lists are then not read."""
     prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` derives from the batch, once per step and key, for all layers."""
+        """The result of `make`, which is called once per step and key, for all layers."""
         found: T | None = self.prepared.get(key)
         if found is None:
             found = self.prepared[key] = make()
@@ -101,19 +101,19 @@ def make_batch(
 
 
 PREFILL_ROWS = 64
-"""The fewest rows of a tile of a chunk, which has G = H / K query heads of each of its tokens."""
+"""The fewest rows of a tile of a chunk; each token gives it G = H / K rows, its query heads."""
 
 
 def tile_rows(num_groups: int) -> int:
-    """How many rows a tile has, with G heads of each token."""
+    """How many rows a tile has, with `num_groups` query heads of each token."""
     return max(PREFILL_ROWS, 1 << (num_groups - 1).bit_length())
 
 
 def row_work(
     query_start: list[int], seq_lens: Sequence[int] | Ints, num_groups: int, num_padding: int = 0
 ) -> tuple[Ints, Ints]:
-    """Find the pairs of the sequences that have one row, and tiles of the others, as `RowWork` has
-    them. Rows of padding behind the last one are a chunk with no context, which gives zeros."""
+    """`RowWork`'s pairs, for the sequences with one row, and tiles, for all others. Rows of padding
+    behind the last one are a chunk without context, whose results are zeros."""
     starts = np.array(query_start, dtype=np.int32)
     alone = starts[1:] - starts[:-1] == 1
     decodes = alone.nonzero()[0]
@@ -129,7 +129,7 @@ def row_work(
         for seq, row, count, length in chunks
         for first in range(0, count, size)
     ]
-    tiles.sort(key=lambda tile: -tile[3])  # the longest contexts first: none is left for the end
+    tiles.sort(key=lambda tile: -tile[3])  # the longest contexts first, so that none ends last
     pairs = np.stack((decodes, starts[decodes]), 1).astype(np.int32)
     return pairs, np.array(tiles, dtype=np.int32).reshape(-1, 4)
 

@@ -21,8 +21,8 @@ def attend_by_row(
     window: int | None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """An `Attend` whose every row has the same bits whatever else is in its step: all that it does
-    for a row has shapes that follow from the row's position alone. Sums are in fp32."""
+    """An `Attend` that gives a row the same bits whatever else is in its step, as the shapes of all
+    its operations follow from the row's position alone. Sums are in fp32."""
     out_THD = torch.empty_like(q_THD)
     (H, D), K = q_THD.shape[1:], cache.k.shape[2]
     for s, length in enumerate(batch.seq_lens):

@@ -3,9 +3,9 @@
 Shapes: T token rows, S sequences, H query heads, K key and value heads, G = H / K query heads of
 one key head, D head dimension, B blocks of a sequence, P parts that a decode's context is cut into.
 
-A *deterministic* row has the same bits as a decode and in any chunk: `prefill_tiles` then computes
-all of them, in rounds that begin at multiples of their size in the context, so that what a row adds
-up, and how, follows from its position alone.
+If rows are to be *deterministic*, a row has the same bits as a decode and in any chunk:
+`prefill_tiles` then computes all rows, in rounds that begin at multiples of their size in the
+context, so that the order of a row's sums follows from its position alone.
 
 Sums are in fp32, and a result is rounded once. A decode's launches follow from the number of
 sequences alone, so that a CUDA graph of them serves any lengths; a sequence of length 0 (padding
@@ -39,16 +39,16 @@ MAX_PARTS = 16
 """The most parts that a decode's context is cut into."""
 
 PROGRAMS = 2
-"""How many programs keep a processor busy with chunks. The contexts of chunks that have more are
-not cut into parts."""
+"""How many programs for each processor keep a device busy with chunks. If there are more, contexts
+of chunks are not cut into parts."""
 
 PART_BYTES = 16 << 10
-"""The fewest bytes of a head's keys in a part of a decode's context, which has whole rounds: fewer
-are read faster than parts are put together."""
+"""The fewest bytes of a head's keys in a part of a decode's context, rounded to whole rounds. Fewer
+bytes are read faster than parts are combined."""
 
 CHUNK_PARTS = (8, 16)
-"""The parts that a chunk's context is cut into where its tiles alone would leave most processors
-without work: a few tokens after a long context. There are no other numbers, as each is compiled."""
+"""Into how many parts a chunk's context may be cut, if its tiles alone would leave most processors
+idle: a few tokens after a long context. The numbers are few, as each is compiled for."""
 
 LOG2E = math.log2(math.e)
 

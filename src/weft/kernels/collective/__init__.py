@@ -11,9 +11,9 @@ from weft.kernels.collective.group import GroupRanks
 
 
 def make_ranks(device: torch.device, row_bytes: int) -> Ranks:
-    """The ranks of torch's default process group, in which this process has `device`: over each
-    other's memory where that can be, else over the group. `row_bytes`: those of a row of the widest
-    sums. All ranks call it."""
+    """The ranks of torch's default process group, in which this process has `device`. They exchange
+    through each other's GPU memory if possible, else through the group. `row_bytes`: the bytes of a
+    row of the widest sums. All ranks must call it."""
     group = GroupRanks()
     if device.type == "cuda" and find_spec("triton"):
         from weft.kernels.collective.peers import can_connect, connect

@@ -1,8 +1,8 @@
 """The protocol of exchanges between ranks: sums and gathers.
 
 A model may be spread over several devices, each of which is a *rank* and computes a share of
-every layer. What one rank computes of a layer's output is a partial sum, or some of its columns.
-The operations here make the whole of it, on every rank, to the same bits.
+every layer. A rank's share of a layer's output is a partial sum, or some of the columns. The
+operations here make the whole output on every rank, with the same bits.
 
 Shapes: T rows, n columns of one rank.
 """
@@ -41,12 +41,12 @@ class Ranks(Protocol):
         """Wait on the host until all ranks have come here."""
 
     def abandon(self, is_over: Callable[[], bool]) -> None:
-        """The other ranks are gone: until `is_over`, let operations end that wait for them. What
-        they give means nothing. Called on another thread."""
+        """Call it, on another thread, when the other ranks are gone: until `is_over`, operations
+        that wait for them end. Their results mean nothing."""
 
 
 class Alone:
-    """One rank that has all of the model: everything is there already."""
+    """The only rank, with all of the model: its operations return what they are given."""
 
     rank = 0
     size = 1
@@ -68,10 +68,9 @@ ALONE = Alone()
 
 
 class Solo:
-    """One of several ranks that computes by itself, without waiting for others. Sums have its own
-    part alone, and its own columns stand for those of the others: what comes out has the right
-    shape, but is not what the model says. The check of adapters looks at single layers, for which
-    that does not matter."""
+    """One of several ranks, computing by itself without waiting for the others. Its sums have only
+    its own part, and its columns are repeated for the others': results have the right shape, but
+    wrong values. This does for the check of adapters, which compares single layers."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.size = ranks.rank, ranks.size
@@ -90,8 +89,8 @@ class Solo:
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """What `Ranks.sum` is to give, from the tensors of all ranks: their sum in fp32, in the order
-    of the ranks, rounded once."""
+    """The result that `Ranks.sum` must have: the sum of all ranks' tensors in fp32, in the order of
+    the ranks, rounded once."""
     first, *others = parts
     total = first.float()
     for other in others:

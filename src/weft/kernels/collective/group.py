@@ -18,9 +18,9 @@ from weft.core.errors import ConfigError, EngineDead
 from weft.kernels.collective.base import Ranks, sum_in_order
 
 MEET_S = 60.0
-"""How long ranks take at most until each has come to the place where they meet."""
+"""How long ranks wait for each other when they join the group."""
 SUM_S = 600.0
-"""How long they wait for each other later, such as for one that still loads its weights."""
+"""How long operations wait for other ranks, such as for one that still loads its weights."""
 
 
 class GroupRanks:
@@ -59,7 +59,7 @@ def join_group(rank: int, size: int, folder: str, device: torch.device) -> None:
     if dist.is_initialized():
         message = "--tensor-parallel-size: this process belongs to a process group of torch already"
         raise ConfigError(message, "tensor_parallel_size")
-    # All ranks are on this machine, whose name may mean nothing to it.
+    # All ranks are on this machine, which may not be able to resolve its own name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Memory that is mapped for multicast, even unused, can outlive a process that is killed.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -82,12 +82,12 @@ def join_group(rank: int, size: int, folder: str, device: torch.device) -> None:
 
 
 def leave_group() -> None:
-    """Let go of the other ranks."""
+    """Leave torch's default process group."""
     dist.destroy_process_group()
 
 
 def least(ranks: Ranks, value: int) -> int:
-    """The least of what the ranks of the group have; the value itself if there is one only."""
+    """The least `value` of all ranks of the group; with one rank, the value itself."""
     if ranks.size == 1:
         return value
     found = torch.tensor(value, dtype=torch.int64)

@@ -23,36 +23,36 @@ from weft.kernels.collective.triton_sums import gather_pieces, sum_rows
 from weft.kernels.triton_base import launch_options, processors, starts_early
 
 INBOX_BYTES = 64 << 20
-"""The most bytes of a rank's inbox. What has more rows than it takes is several launches."""
+"""The most bytes of a rank's inbox. Sums with more rows than fit into it take several launches."""
 MAX_ROWS = 1024
 """The most rows of one launch."""
 PIECE = 4096
 """The most columns of a piece of a row that is gathered."""
 REFILL_S = 1e-3
-"""How often an inbox is filled when nobody is left to do so."""
+"""How long to wait between two fillings of the inbox when the other ranks are gone."""
 WORTH_A_SHOT = 512 << 10
-"""Bytes that a second shot must save each rank from sending: it takes as long as these."""
+"""How many bytes a second shot must save each rank from sending, as it takes as long as these."""
 
 
 _meetings = itertools.count()
-"""Torch counts how often a process has exchanged memory, and finds others by that number, so that
-one which has done it before would wait for ever for ranks that have only just started."""
+"""Torch matches ranks by how often each process has exchanged memory. So a process that has done it
+before would wait for ever for ranks that have just started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inboxes:
-    """The inboxes of all ranks, as one of them sees them: `weft.kernels.collective.triton_sums`."""
+    """All ranks' inboxes, as mapped by one of them; see `weft.kernels.collective.triton_sums`."""
 
     inbox_S: tuple[Tensor, ...]
-    """The memory of each, 1-D, int8; their addresses are in `address_S`."""
+    """The memory of each inbox, 1-D, int8."""
     address_S: Tensor
-    """int64, on this rank's device."""
+    """The addresses of the inboxes, int64, on this rank's device."""
     uses_R: Tensor
     """int32, how often each row was used."""
     row_bytes: int
     """The most bytes of a row."""
     mapping: object
-    """What keeps the memory of other ranks mapped."""
+    """An object that keeps the other ranks' memory mapped."""
 
     @classmethod
     def over(
@@ -62,7 +62,7 @@ class Inboxes:
         device: torch.device,
         mapping: object = None,
     ) -> Inboxes:
-        """View memory that `bytes_of` says the size of, and that is empty."""
+        """Inboxes over empty memory of `bytes_of` bytes each."""
         addresses = [inbox.data_ptr() for inbox in inbox_S]
         address_S = torch.tensor(addresses, dtype=torch.int64, device=device)
         num_rows = _num_rows(len(inbox_S), row_bytes)
@@ -71,7 +71,7 @@ class Inboxes:
 
     @staticmethod
     def bytes_of(size: int, row_bytes: int) -> int:
-        """The bytes of one of `size` inboxes."""
+        """How many bytes one of `size` inboxes has."""
         return 2 * size * _num_rows(size, row_bytes) * row_bytes
 
 
@@ -87,8 +87,8 @@ def can_connect(size: int) -> bool:
 
 
 def connect(group: Ranks, row_bytes: int, device: torch.device) -> PeerRanks:
-    """The ranks of torch's default process group, whose sums have rows of at most that many bytes.
-    All ranks call it, each with its own device. Raises ConfigError the second time."""
+    """The ranks of torch's default process group, for sums with rows of at most `row_bytes`. All
+    ranks must call it, each with its own device. Raises ConfigError the second time."""
     # Memory that is mapped for multicast, even unused, can outlive a process that is killed.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     if next(_meetings):
@@ -98,8 +98,8 @@ def connect(group: Ranks, row_bytes: int, device: torch.device) -> PeerRanks:
 
 
 def open_inboxes(group: Ranks, row_bytes: int, device: torch.device) -> Inboxes:
-    """Make the inboxes of all ranks of torch's default process group, for rows of at most that many
-    bytes. All ranks call it, each with its own device."""
+    """Make the inboxes of all ranks of torch's default process group, for rows of at most
+    `row_bytes`. All ranks must call it, each with its own device."""
     from torch.distributed import _symmetric_memory as symmetric
 
     own = symmetric.empty(
@@ -114,8 +114,8 @@ def open_inboxes(group: Ranks, row_bytes: int, device: torch.device) -> Inboxes:
 
 
 class PeerRanks:
-    """`Ranks` whose sums and gathers of floating-point numbers go through inboxes. What these have
-    no room for goes through `group`."""
+    """`Ranks` whose sums and gathers of floating-point numbers go through inboxes. Sums of rows
+    that are too long for these, and all of other numbers, go through `group`."""
 
     def __init__(self, group: Ranks, inboxes: Inboxes) -> None:
         self.rank, self.size = group.rank, group.size
@@ -185,7 +185,7 @@ class PeerRanks:
         """Fill this rank's inboxes with zeros, again and again, as kernels empty them."""
         stream = torch.cuda.Stream(self._inboxes.address_S.device)  # type: ignore[no-untyped-call]
         while not is_over():
-            # A capture that goes on meanwhile forbids it, and fails.
+            # A CUDA graph that is being captured meanwhile forbids this, and fails.
             with contextlib.suppress(RuntimeError), torch.cuda.stream(stream):
                 for inboxes in (self._inboxes, *self._more):
                     inboxes.inbox_S[self.rank].zero_()
@@ -212,7 +212,7 @@ class PeerRanks:
         eps: float = 0.0,
         y_scale: float = 1.0,
     ) -> None:
-        """Launch `sum_rows` for as many rows at a time as there is room for."""
+        """Launch `sum_rows`, for as many rows at a time as fit into the inboxes."""
         add_TI, slot_T = (y_TI, y_TI) if pending is None else pending
         width = y_TI.shape[1]
         block = triton.next_power_of_2(width)
@@ -245,7 +245,7 @@ class PeerRanks:
             )
 
     def _two_shot(self, num_bytes: int) -> bool:
-        """Whether two shots are quicker for so many bytes of each rank. In one, a rank sends all of
-        them to each of the others; in two, a share to each of them twice."""
+        """Whether two shots are faster for `num_bytes` of each rank. In one shot, a rank sends all
+        bytes to every other rank; in two, it twice sends a share of them to every other rank."""
         saved = num_bytes * (self.size - 1) * (self.size - 2) // self.size
         return saved > WORTH_A_SHOT

@@ -1,4 +1,4 @@
-"""Sums over ranks that write to each other's memory, with what a decoder layer does next.
+"""Sums over ranks that write to each other's memory, fused with the norm that follows.
 
 Shapes: T token rows, I columns, S ranks.
 
@@ -9,23 +9,23 @@ order of the ranks:
     rank 0   y[t] ---------> inbox of 1       takes y[t] of 1 ---> y0 + y1 ---> add, norm
     rank 1   y[t] ---------> inbox of 0       takes y[t] of 0 ---> y0 + y1 ---> add, norm
 
-**There are no flags.** An empty place has all bits set, which is a NaN that nobody sends: one that
-is to be sent is replaced by another. So a number is there as soon as its place is not empty, and
-numbers may arrive in any order. Who has taken a row leaves its places empty again.
+**There are no flags.** An empty place has all bits set, which is a NaN that is never sent: such a
+number is replaced by another NaN. So a number has arrived as soon as its place is not empty, and
+numbers may arrive in any order. A program that has taken a row leaves its places empty again.
 
 **No number is overwritten or taken twice.** Each row has two sets of places that take turns. Its
 `uses` are counted, alike on all ranks, as they launch the same sums. A rank writes to a place again
 two uses later. By then its own use in between has ended, for which it needed what the reader sent
 in that use; and the reader sent that when its kernel before, which had emptied the place, was over.
 
-**No cycle of waits is possible.** Kernels here wait for nothing but the same sum on other ranks.
+**No cycle of waits is possible.** Kernels here only wait for the same sum on other ranks.
 
 - All programs of a launch run at once, as there are no more than the device has processors.
   Kernels ahead on the stream end by themselves, and are over before a program sends anything.
   Kernels behind may start early, and wait, but not before all programs here have their places.
 - Programs go through their rows in rising order. Take the lowest row that some rank has not
-  finished: all programs that it is left to have come to it. Each sends its partial sum before it
-  waits, so what they wait for arrives.
+  finished: on every rank, the program of that row has reached it or is beyond it. Each sends its
+  partial sum before it waits, so what they wait for arrives.
 
 Kernels of other streams end by themselves, and at most delay a start. Sums of one rank must not be
 under way side by side: all are launched on one stream, in the same order on all ranks.
@@ -78,8 +78,8 @@ def sum_taken(
     SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The sum of all ranks' rows in their order, rounded once: its own, and what the others send to
-    places `apart` from each other."""
+    """The sum of all ranks' rows, in the order of the ranks and rounded once: of this rank's `own`
+    row and the others' in its inbox, whose places are `apart` from each other."""
     total = tl.zeros(own.shape, tl.float32)
     for other in tl.static_range(SIZE):
         bits = own

@@ -31,7 +31,7 @@ from weft.kernels.linear import Weight
 from weft.kernels.ops import Product
 
 SCRATCH_BYTES = 32 << 20
-"""Memory through which an image goes, piece by piece, whose old and new place overlap."""
+"""Scratch memory to move an image, piece by piece, whose old and new place overlap."""
 
 Relocation = tuple[int, int, int, int]
 """(slot, source, dest, size): an image's place in the arena, its new one, and its elements."""
@@ -92,7 +92,7 @@ class AdapterPool:
         self.b_offset_SL = torch.full((num_slots, slices), -1, dtype=torch.int64, device=device)
         self.rank_SL = torch.zeros((num_slots, slices), dtype=torch.int32, device=device)
         self.generation = [0] * num_slots
-        """Counts installs per slot, so that what is derived from a slot can be told stale."""
+        """Counts installs per slot, by which data derived from a slot are recognised as stale."""
         self._offsets = (self.a_offset_SG, self.b_offset_SL)
         """The tables that a move shifts."""
         self._scratch = self.arena.new_empty(
@@ -111,8 +111,8 @@ class AdapterPool:
         return self.arena.element_size()
 
     def write(self, start: int, data: Tensor) -> int:
-        """Copy an image (1-D) to the arena; returns when it is there, with the checksum of what
-        is there then. Any thread; nothing may read that extent."""
+        """Copy an image (1-D) to the arena, and wait for it. Returns the checksum of the copy. For
+        any thread; nothing may read that extent meanwhile."""
         extent = self.arena[start : start + data.numel()]
         if self._copies is None:
             extent.copy_(data)
@@ -127,8 +127,8 @@ class AdapterPool:
         return int(found)
 
     def move(self, moves: Sequence[Relocation]) -> None:
-        """Copy images within the arena, one after the other, and let their slots follow. An image's
-        old and new place may overlap."""
+        """Copy images within the arena, one after the other, and update their slots' offsets. An
+        image's old and new place may overlap."""
         for _, source, dest, size in moves:
             self._copy_within(source, dest, size)
         with self._lock:
@@ -195,8 +195,8 @@ class AdapterPool:
         return placed[1].num_elements if placed else 0
 
     def view(self, slot: int, group: int, expert: int = 0) -> GroupView | None:
-        """The matrices of `slot` for `group`, or of one of its experts; None when it leaves the
-        group alone. A of an embedding group is (V, R), of any other (R, I).
+        """The matrices of `slot` for `group`, or for one of its experts; None if the adapter does
+        not change the group. A of an embedding group is (V, R), of any other (R, I).
         Raises LookupError for a slot that holds nothing: a row must never run with an adapter that
         is not there.
         """
@@ -252,8 +252,8 @@ class LoraBatch:
     """int32 (T,), -1 for base rows."""
     segments: tuple[Segment, ...]
     slot_N: Tensor
-    """int32 (N,), of the sampled rows; `slot_T` itself if those are all rows, in a graph and in its
-    replays alike."""
+    """int32 (N,), of the sampled rows. `slot_T` itself if all rows are sampled, both when a graph
+    is captured and when it is replayed."""
     sampled_segments: tuple[Segment, ...]
 
 
@@ -265,20 +265,20 @@ class ExpertStep(Protocol):
 
 
 class LoraStep(Protocol):
-    """The adapters of one step, as layers call them. Those methods that take `y` add to it in
-    place. Steps inherit from it, so that those without fused kernels have `product` and `start`."""
+    """The adapters of one step, as layers call them. Methods that take `y` add to it in place.
+    Steps inherit from this, so that those without fused kernels have `product` and `start`."""
 
     def product(
         self, x_TI: Tensor, weight: Weight, bias_O: Tensor | None, group: int
     ) -> Product | None:
-        """The whole of a linear layer by kernels that compute base and adapters together, which may
-        leave the adapters' part pending. None where there are none for such a step or layer: then
-        `start`, the base product and `linear` follow."""
+        """The whole of a linear layer, by kernels that compute base and adapters together; the
+        adapters' part may be pending. None if there are no such kernels for this step or layer:
+        then the caller runs `start`, the base product and `linear`."""
         return None
 
     def start(self, x_TI: Tensor, group: int) -> None:
-        """Begin what can run beside the base product, which is about to be launched: the input of
-        the layer is there. `linear` of the same group follows."""
+        """Begin what can run beside the base product, which is launched next. `linear` of the same
+        group follows."""
         return
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
@@ -308,11 +308,11 @@ class VocabularyStep(Protocol):
     """The vocabularies of one step's adapters that are larger than the base's, V."""
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor) -> None:
-        """Write the rows of added tokens, over what others made of them."""
+        """Overwrite the rows of added tokens in `y` with the adapters' own."""
 
     def logits(self, y_NV: Tensor, x_NI: Tensor) -> Tensor:
-        """Give the logits of the largest vocabulary for the sampled rows: minus infinity for tokens
-        that are not in a row's own."""
+        """The logits of the sampled rows, as wide as the largest vocabulary: minus infinity for
+        tokens that are not in a row's own."""
 
 
 class LoraBackend(Protocol):

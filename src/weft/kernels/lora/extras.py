@@ -39,7 +39,7 @@ def has_experts(pool: AdapterPool, slots: Iterable[int]) -> bool:
 
 
 def with_extras(step: LoraStep, pool: AdapterPool, batch: LoraBatch) -> LoraStep:
-    """The step of a backend, which also applies what its adapters hold beside A and B."""
+    """A backend's step that also applies what its adapters have besides A and B."""
     slots = [segment.slot for segment in (*batch.segments, *batch.sampled_segments)]
     return ExtrasStep(step, pool, batch) if has_extras(pool, slots) else step
 
@@ -81,7 +81,7 @@ def _vocab_size(pool: AdapterPool, slot: int) -> int:
 
 
 class ExtrasStep(LoraStep):
-    """LoraStep that does what another does, and the extras; NormStep of the norms among them."""
+    """A LoraStep that runs another one and applies the extras; also the NormStep of their norms."""
 
     def __init__(self, step: LoraStep, pool: AdapterPool, batch: LoraBatch) -> None:
         self._step = step

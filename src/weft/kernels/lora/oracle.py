@@ -1,7 +1,7 @@
-"""One adapter computed from its image alone: what the check of adapters holds other steps against.
+"""Computes one adapter from its image alone, as the reference for the check of adapters.
 
-Neither tables nor views nor a backend have a part in it: all of it follows from the image and from
-its layout, as `weft.core.targets` states it, by plain torch in fp32.
+It uses no tables, views or backend, only the image and its layout, as `weft.core.targets` describes
+it, and plain torch in fp32.
 
 Shapes: as in `weft.kernels.lora.base`; n rows of the adapter, p pairs of such a row and an expert.
 """
@@ -34,7 +34,7 @@ class ImageStep(LoraStep):
         num_rows: int,
         own_rank: int = 0,
     ) -> None:
-        """`own_rank`: that whose part the image is, of a model that is cut for several."""
+        """`own_rank`: the rank whose part of an image this is, if the model is divided."""
         self._table, self._layout, self._image = table, layout, image
         self._first, self._first_sampled, self._num_rows = first, first_sampled, num_rows
         self._own_rank = own_rank

@@ -12,10 +12,10 @@ with A, B and the ranks found through the pool's tables: see `triton_tiles`. Par
 workspace, so there are no atomics. There are as many programs as a device holds at once, and each
 takes the same share of all tiles' work.
 
-What a row gets is a function of its input and its adapter alone, to the bit: how K is cut
-depends on K and R; every part is summed from its first element to its last with the same matrix
-instruction, the parts in order, then the ranks in order; and a row of a tile does not see the
-others. Who works on what changes no sum.
+A row's result is a function of its input and its adapter alone, to the bit: how K is cut depends on
+K and R; every part is summed from its first element to its last with the same matrix instruction,
+the parts in order, then the ranks in order; and the rows of a tile don't affect each other. Which
+program does which work changes no sum.
 
 Products are accumulated in fp32. With 16-bit matrices, v enters the second product as the sum of
 two 16-bit numbers, which keeps 16 bits of it or more; y is rounded once.

@@ -1,4 +1,4 @@
-"""What ranks that have a share of x make of it together: v, summed over all of them.
+"""Sums v = x A^T over ranks, each of which has computed it from its share of x.
 
 Shapes: as in `weft.kernels.lora.triton_tiles`.
 """

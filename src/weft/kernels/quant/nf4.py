@@ -1,5 +1,5 @@
-"""The values that bitsandbytes makes of a matrix when it is loaded in 4 bits (nf4) with double
-quantization: what most QLoRA adapters were trained on. They are held in the serving dtype.
+"""The values that a matrix has after bitsandbytes has quantized it to 4 bits (nf4) with double
+quantization, as most QLoRA adapters were trained on. They are held in the serving dtype.
 
 64 consecutive values share a scale, their greatest magnitude; each becomes the nearest of 16
 multiples of it. The scales, less their mean, are rounded in turn: 256 share a greatest magnitude,
