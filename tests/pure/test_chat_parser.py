@@ -650,3 +650,45 @@ def test_marks_and_white_space_take_little_time(tool_format: str, text: str) -> 
     parser.feed(text * (300_000 // len(text)))
     parser.flush()
     assert time.process_time() - begin_s < 3
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "reasoning", "text"),
+    [
+        (None, "think", ""),
+        ("hermes", None, "a"),
+        ("hermes", None, HERMES),
+        ("llama3_json", None, ""),
+        ("glm4", None, ""),
+        ("mistral", None, '[TOOL_CALLS][{"name": "f", "arguments": {}}'),
+    ],
+)
+def test_white_space_that_comes_in_pieces_takes_little_time(
+    tool_format: str | None, reasoning: str | None, text: str
+) -> None:
+    """A model that has lost its way writes white space up to its last token."""
+    parser = ChatParser(tool_format, reasoning, schemas=SCHEMAS)
+    parser.feed(text)
+    begin_s = time.process_time()
+    for _ in range(60_000):
+        parser.feed(" \n")
+    parser.flush()
+    assert time.process_time() - begin_s < 1
+
+
+@pytest.mark.parametrize("tool_format", [None, *sorted(TOOL_FORMATS.keys() - {"harmony"})])
+@pytest.mark.parametrize("reasoning", [None, *sorted(REASONING)])
+@pytest.mark.parametrize("end", ["", "x", "<", "</think>a", HERMES])
+def test_long_white_space_in_pieces_is_read_as_in_one(
+    tool_format: str | None, reasoning: str | None, end: str
+) -> None:
+    for begin in ("", "a", "<think>", HERMES):
+        whole = ChatParser(tool_format, reasoning, schemas=SCHEMAS)
+        pieces = ChatParser(tool_format, reasoning, schemas=SCHEMAS)
+        text = f"{begin}{' ' * 200}{end}"
+        one = whole.flush(whole.feed(text))
+        many = [pieces.feed(char) for char in text] + [pieces.flush()]
+        assert "".join(piece.content for piece in many) == one.content
+        assert "".join(piece.reasoning for piece in many) == one.reasoning
+        calls = [call for piece in many for call in piece.tool_calls]
+        assert [c.name for c in calls if c.name] == [c.name for c in one.tool_calls if c.name]

@@ -29,6 +29,8 @@ _NAMED_CALL = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\n?")
 _NAME_CHARS = re.compile(r"[\w.\-\[\]]{0,256}\n?")
 _NAME_MARKS = ("[CALL_ID]", "[ARGS]")
 _PART_CHARS = 1 << 12
+_LONG = 64
+"""Characters of white space that wait, after which it is not looked at again for each more."""
 
 TextKind = Literal["content", "reasoning"]
 
@@ -116,6 +118,8 @@ class ChatParser:
         self._starts_in_reasoning = starts_in_reasoning
         self._step = self._answer if self._reasoning is None else self._begin
         self._text = ""
+        self._spaces: list[str] = []
+        """White space that waits behind the text, once there is a lot, for what comes after it."""
         self._at_start = True
         """Whether nothing but reasoning has come so far."""
         self._mark = ""
@@ -139,8 +143,9 @@ class ChatParser:
     def feed(self, text: str) -> Piece:
         piece = Piece()
         for part in in_parts(text):
-            self._text += part
-            self._run(piece, final=False)
+            self._spaces.append(part)
+            if len(self._spaces) == 1 or not part.isspace():
+                self._run(piece, final=False)
         return piece
 
     def flush(self, piece: Piece | None = None) -> Piece:
@@ -148,8 +153,11 @@ class ChatParser:
         return self._run(piece or Piece(), final=True)
 
     def _run(self, piece: Piece, final: bool) -> Piece:
+        self._text, self._spaces = "".join([self._text, *self._spaces]), []
         while self._step(piece, final):
             pass
+        if len(self._text) > _LONG and self._text.isspace():
+            self._text, self._spaces = "", [self._text]
         return piece
 
     # Each step takes what it can from the text, and returns whether another step can follow.
