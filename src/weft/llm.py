@@ -309,9 +309,10 @@ def _with_text(message: Mapping[str, Any], index: int) -> Mapping[str, Any]:
 
 
 def _token_ids(prompt: Any) -> list[int] | None:
-    """The token ids that a list or an array holds; None if it holds anything else."""
+    """The token ids that a list or an array holds; None if it is or holds anything else."""
     given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    ids = [as_int(each) for each in given] if isinstance(given, Sequence) else [None]
+    is_list = isinstance(given, Sequence) and not isinstance(given, bytes | bytearray)
+    ids = [as_int(each) for each in given] if is_list else [None]
     return None if None in ids else cast(list[int], ids)
 
 

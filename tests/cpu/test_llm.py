@@ -203,7 +203,11 @@ def test_unknown_adapter(llm: LLM, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [[], [1, 262], [1, -1], [1.5], [True], None, {"prompt": "hello"}, np.array([1.5])]
+    "prompt",
+    [
+        *([], [1, 262], [1, -1], [1.5], [True], None, {"prompt": "hello"}, np.array([1.5])),
+        *(b"abc", bytearray(b"abc")),
+    ],
 )
 def test_bad_prompts(llm: LLM, prompt: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
