@@ -116,3 +116,48 @@ def test_other_servers_may_answer_otherwise(content: bytes) -> None:
             assert done.exit_code == 1 and done.stderr.endswith("\n"), done.exception
             assert any(each in done.stderr for each in told), done.stderr
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["chat", "--url"],
+        ["push", str(ADAPTERS["upper"]), "x", "--url"],
+        ["top"],
+        ["bench", "serve"],
+    ],
+)
+def test_of_the_keys_of_a_server_the_first_is_sent(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable may be set for the server, too, which takes several with their tenants."""
+    sent: set[str | None] = set()
+
+    class Asked(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            sent.add(self.headers.get("authorization"))
+            self.send_error(401)
+
+        do_PUT = do_POST = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Asked) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        to = [*command, f"http://127.0.0.1:{server.server_port}"]
+        for given, key in (
+            ("one, two", "one"),
+            (",acme=b,two", "b"),
+            ("=a=b", "a=b"),
+            ("YQ==", "YQ=="),
+        ):
+            monkeypatch.setenv("WEFT_API_KEY", given)
+            assert CliRunner().invoke(app, to).exit_code == 1
+            assert sent == {f"Bearer {key}"}
+            sent.clear()
+        CliRunner().invoke(app, [*to, "--api-key", "a=b,c"])
+        assert sent == {"Bearer a=b,c"}
+        sent.clear()
+        monkeypatch.setenv("WEFT_API_KEY", "a=\u00fc")
+        assert CliRunner().invoke(app, to).exit_code == 2 and not sent
+        server.shutdown()

@@ -28,7 +28,7 @@ from weft.fleet.launchers import NODE, ClusterArgs, ClusterFolder, Launcher, Pla
 from weft.fleet.launchers.found import find_nodes
 from weft.fleet.launchers.local import HOST, MAX_FAILED, LocalLauncher
 from weft.terminal.commands import Commands
-from weft.terminal.options import ending_in_one_line
+from weft.terminal.options import ending_in_one_line, key_to_send
 
 if TYPE_CHECKING:
     from weft.fleet.launchers.ray_cluster import RayCluster
@@ -55,7 +55,14 @@ At = Annotated[
     ),
 ]
 Key = Annotated[
-    str, typer.Option("--api-key", metavar="KEY", help="An admin's key.", envvar="WEFT_API_KEY")
+    str,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        help="An admin's key.",
+        envvar="WEFT_API_KEY",
+        callback=key_to_send,
+    ),
 ]
 Node = Annotated[
     str, typer.Argument(metavar="NODE", help="The node's name in weft cluster status.")

@@ -26,7 +26,13 @@ from weft.cli.publish import push, registry
 from weft.cli.releases import history, label, release, rollback, tenants
 from weft.core.config import MAX_RANK, LoraArgs, engine_args
 from weft.terminal.commands import Command, Commands
-from weft.terminal.options import AsJson, ending_in_one_line, with_engine_options, with_flags
+from weft.terminal.options import (
+    AsJson,
+    ending_in_one_line,
+    key_to_send,
+    with_engine_options,
+    with_flags,
+)
 
 BEGUN_S = time.monotonic()
 
@@ -153,6 +159,7 @@ def top(
             metavar="KEY",
             help="The key to send as the bearer token. With tenants, an admin's key.",
             envvar="WEFT_API_KEY",
+            callback=key_to_send,
         ),
     ] = None,
 ) -> None:

@@ -24,13 +24,31 @@ from weft.core.config import (
     SchedulerArgs,
     engine_args,
 )
-from weft.core.errors import WeftError
+from weft.core.errors import ConfigError, WeftError
 from weft.kernels.quant import FORMATS
 from weft.schedule.policy import POLICIES
 
 T = TypeVar("T")
 
 MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
+
+
+def key_to_send(context: typer.Context, param: typer.CallbackParam, given: str | None) -> str:
+    """The key itself, or "": WEFT_API_KEY may be what a server takes there, `NAME=KEY,KEY`, and
+    then the first of its keys is sent."""
+    source = context.get_parameter_source(param.name or "")
+    if not given or source is None or source.name != "ENVIRONMENT":
+        return given or ""
+    key = next((part.strip() for part in given.split(",") if part.strip()), "")
+    if "=" not in key:
+        return key
+    from weft.api.settings import parse_key  # what else is there takes long to import
+
+    try:
+        return parse_key(key, "WEFT_API_KEY").secret
+    except ConfigError as error:
+        raise typer.BadParameter(error.message) from None
+
 
 ApiKey = Annotated[
     str | None,
@@ -39,6 +57,7 @@ ApiKey = Annotated[
         metavar="KEY",
         help="The key to send as the bearer token.",
         envvar="WEFT_API_KEY",
+        callback=key_to_send,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
