@@ -16,6 +16,9 @@ PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 SKEW = 1.5
 """The Zipf exponent of the pattern `skewed`."""
 
+MAX_COUNT = 10_000_000
+"""How many there may be of anything. More would fill the memory before anything is measured."""
+
 T = TypeVar("T", bound=str)
 
 
@@ -190,13 +193,13 @@ class Arrival:
 
 
 def parse_counts(text: str, param: str) -> tuple[int, ...]:
-    """Parse counts such as `1,8,32`, which must rise and be at least 1. Raises ConfigError."""
+    """Parse counts such as `1,8,32`, from 1 to MAX_COUNT, in rising order. Raises ConfigError."""
     try:
         counts = sorted({int(part) for part in text.split(",")})
     except ValueError:
         counts = [0]
-    if counts[0] < 1:
-        raise _refused(param, text, "numbers from 1 on, such as 1,8,32")
+    if counts[0] < 1 or counts[-1] > MAX_COUNT:
+        raise _refused(param, text, f"numbers from 1 to {MAX_COUNT:,}, such as 1,8,32")
     return tuple(counts)
 
 

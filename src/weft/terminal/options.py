@@ -130,9 +130,9 @@ _SPELLED = {"num_blocks": "num_gpu_blocks_override", "eviction_policy": "lora_ev
 
 @contextmanager
 def ending_in_one_line(status: int = 1, traceback: bool = False) -> Iterator[None]:
-    """Errors that Weft raises on purpose, and those of files, end the command with one line on
-    stderr and this exit status, or pass through where a `traceback` is wanted. Ctrl-C ends the
-    command quietly."""
+    """Errors that Weft raises on purpose, those of files, and a lack of memory end the command with
+    one line on stderr and this exit status, or pass through where a `traceback` is wanted. Ctrl-C
+    ends the command quietly."""
     try:
         yield
     except WeftError as error:
@@ -144,6 +144,11 @@ def ending_in_one_line(status: int = 1, traceback: bool = False) -> Iterator[Non
         if traceback or error.filename is None:
             raise
         sys.stderr.write(f"weft: error: {error.filename}: {error.strerror}\n")
+        raise typer.Exit(status) from None
+    except MemoryError as error:
+        if traceback:
+            raise
+        sys.stderr.write(f"weft: error: there is not enough memory. {error}\n")
         raise typer.Exit(status) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
