@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from patience import PATIENCE_S, wait_until
@@ -40,6 +43,16 @@ PLACES = {
     "where memory is shared out": "build.least = hang",
     "at the end of its start": "rank.RingReader = hang",
 }
+
+KILLED = """
+import os, signal, sys
+from weft.core.config import engine_args
+from weft.worker import peers, spawn
+
+spawn.COMMAND = "pass"
+peers.Peers(engine_args(sys.argv[1], device="cpu", tensor_parallel_size=2), lambda: None)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +124,21 @@ def test_orders_that_nobody_takes_do_not_hold_up_the_end(monkeypatch: pytest.Mon
     ranks.close()
     full.join(PATIENCE_S)
     assert not full.is_alive()
+
+
+def test_where_ranks_of_a_killed_engine_met_is_removed_by_the_next_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Engines end with a rank, or are killed, again and again while a server lives."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    subprocess.run([sys.executable, "-c", KILLED, BASE], timeout=PATIENCE_S, check=False)
+    (left,) = tmp_path.iterdir()
+    run_instead(monkeypatch, SLEEPS)
+    ranks = Peers(engine_args(str(BASE), device="cpu", tensor_parallel_size=2), lambda: None)
+    assert not left.exists() and len(list(tmp_path.iterdir())) == 1
+    ranks.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.exhaustive

@@ -20,7 +20,6 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ import torch
 from weft.checkpoint.pack import AdapterImage
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, EngineDead, WeftError
+from weft.core.locked_folder import LockedFolder
 from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.group import join_group, leave_group
 from weft.schedule.extents import Move
@@ -69,6 +69,7 @@ from weft.worker.threads import wait_for
 
 logger = logging.getLogger(__name__)
 
+PREFIX = "weft-ranks-"
 RING_BYTES = 16 << 20
 WAIT_S = 0.01
 """How long to wait between two looks at the progress of a start."""
@@ -120,7 +121,7 @@ class Peers:
         self._closing = False
         self._ranks: Ranks | None = None
         """This process as the first rank, once it has joined."""
-        self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
+        self._folder = LockedFolder(PREFIX)
         self._starting = Starting(self.num_ranks, time.monotonic())
         self._start(args)
         threading.Thread(target=self._watch, daemon=True).start()
@@ -139,7 +140,7 @@ class Peers:
             process, link = spawn([ring_fd, bell, self.host_fd])
             peer = _Peer(rank, process, Connection(link.detach()), time.monotonic())
             self._peers.append(peer)
-            setup = RankSetup(args, rank, parent_pid, self._folder.name, _logs())
+            setup = RankSetup(args, rank, parent_pid, str(self._folder.path), _logs())
             with contextlib.suppress(OSError):  # `_listen` sees that it is gone
                 peer.connection.send_bytes(pickle.dumps(setup))
             threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
@@ -153,7 +154,7 @@ class Peers:
     def join(self, device: torch.device, make_ranks: Callable[[], Ranks]) -> Ranks:
         """Make this process the first rank: join the group, then return `make_ranks()`. Call `meet`
         before. Raises ConfigError, EngineDead."""
-        join_group(0, self.num_ranks, self._folder.name, device)
+        join_group(0, self.num_ranks, str(self._folder.path), device)
         self._ranks = make_ranks()
         return self._ranks
 
@@ -273,7 +274,7 @@ class Peers:
             peer.process.kill()
             peer.process.wait()
         os.close(self.host_fd)
-        self._folder.cleanup()
+        self._folder.remove()
 
     # -- orders and answers --------------------------------------------------------------------
 
