@@ -141,6 +141,20 @@ def test_where_ranks_of_a_killed_engine_met_is_removed_by_the_next_engine(
     assert not list(tmp_path.iterdir())
 
 
+def test_an_engine_that_is_closed_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_instead(monkeypatch, SLEEPS)
+
+    def bells() -> int:
+        links = (path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+        return [str(link) for link in links].count("anon_inode:[eventfd]")
+
+    before = bells()
+    ranks = Peers(engine_args(str(BASE), device="cpu", tensor_parallel_size=3), lambda: None)
+    assert bells() == before + 2
+    ranks.close()
+    assert bells() == before
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_hangs_at_the_start(

@@ -273,6 +273,7 @@ class Peers:
                 peer.process.wait(max(deadline - time.monotonic(), 0.01))
             peer.process.kill()
             peer.process.wait()
+        self._ring.close()
         os.close(self.host_fd)
         self._folder.remove()
 

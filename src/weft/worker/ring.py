@@ -67,6 +67,13 @@ class RingWriter:
         with self._lock:
             self._write(len(message).to_bytes(8, "little") + message)
 
+    def close(self) -> None:
+        """Write nothing any more, and close the bells."""
+        self.closed = True
+        with self._lock:
+            while self._bells:
+                os.close(self._bells.pop())
+
     def _write(self, content: bytes) -> None:
         source, begin = np.frombuffer(content, np.uint8), 0
         counters, size = self._counters, len(self._counters.content)
