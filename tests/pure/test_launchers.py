@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -15,13 +16,17 @@ from unittest.mock import Mock
 
 import pytest
 from command_line import CliRunner
+from rich.console import Console
 
+from weft.cli import top
 from weft.cli.cluster import folder_of, reconcile
 from weft.cli.main import app
 from weft.cli.nodes_table import nodes_table
 from weft.cli.scrapes import parse
+from weft.cli.summary import summary
 from weft.cli.watch import merge
 from weft.core.errors import ConfigError, Unreachable
+from weft.core.stats import EngineInfo
 from weft.fleet.launchers import ClusterArgs, ClusterFolder, Placed
 from weft.fleet.launchers import local as local_module
 from weft.fleet.launchers.found import find_nodes, find_urls
@@ -351,3 +356,23 @@ def test_commands_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
     ):
         done = runner.invoke(app, ["cluster", *command])
         assert done.exit_code == 1 and message in done.output.replace("\n", " "), done.output
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:8000", "http://[fd00::1]:8000"])
+def test_addresses_and_names_in_brackets_are_shown_as_they_are(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rich takes what is in brackets for a style, unless it is told that it is none."""
+    registry = Mock(base_names=["/models/[/old]"], names=lambda: ["[red]"])
+    info = EngineInfo("m", "A", "float32", "cpu", *[1] * 7, 1)
+    console = Console(width=100, color_system=None)
+    console.print(summary(info, registry, url, True, url, "file:///[x]", 1.0))
+    name = url.removeprefix("http://")
+    console.print(nodes_table([Placed(name, url, "up")], {}))
+    silent = Mock(urls=[name], silent=[name])
+    console.print(top._servers(silent, Mock()))
+    shown = capsys.readouterr().out
+    for text in ("/models/[/old]", "1: [red]", f"{url}/v1", f"{url}/metrics", "file:///[x]"):
+        assert text in shown
+    assert re.search(rf"^{re.escape(name)} +up .* {re.escape(url)}$", shown, re.MULTILINE)
+    assert f"\n{name}  no answer" in shown

@@ -182,7 +182,7 @@ def reconcile(launcher: Launcher, there: Sequence[str], wanted: Sequence[str]) -
 
 def _run_local(folder: ClusterFolder, args: ClusterArgs) -> None:
     """Keep the nodes running until there are to be none, or until a signal comes."""
-    console, shown = Console(), dict[str, str]()
+    console, shown = Console(markup=False), dict[str, str]()
     if "://" not in args.registry:  # adapters can be pushed there while the nodes start
         Path(args.registry).mkdir(parents=True, exist_ok=True)
     launcher = LocalLauncher(folder, args)
@@ -212,7 +212,7 @@ def _up_ray(name: str, args: ClusterArgs) -> None:
     if not args.resources:
         message = "Ray finds no room for a node with --num-cpus 0 and --num-gpus 0"
         raise ConfigError(message, "num_cpus")
-    console, cluster = Console(), _on_ray(name)
+    console, cluster = Console(markup=False), _on_ray(name)
     cluster.create(args)
     folder_of(name).point_to_ray()
     console.print("Ray keeps the nodes. This command only waits until all are up.", soft_wrap=True)
@@ -316,7 +316,7 @@ def status(name: Name = "default", at: At = None, api_key: Key = "") -> None:
         nodes = placed(name, at)
         if at is not None and at != ON_RAY:
             nodes = [_under_its_own_name(node, api_key) for node in nodes]
-        console, said = Console(), dict[str, Any]()
+        console, said = Console(markup=False), dict[str, Any]()
         with contextlib.suppress(Unreachable):  # while all nodes start
             said = ask_any(nodes, "/fleet", api_key)
         console.print(nodes_table(nodes, {each["node"]: each for each in said.get("nodes", ())}))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from weft.fleet.launchers import Placed
 
@@ -33,7 +34,7 @@ def nodes_table(
         report, node = reports.get(each, {}), urls.get(each)
         adapters, labels = report.get("adapters", {}), report.get("labels", {})
         table.add_row(
-            each,
+            Text(each),
             _state_of(report, node),
             str(report.get("running", "-")),
             str(report.get("waiting", "-")),
@@ -42,7 +43,7 @@ def nodes_table(
             str(adapters.get("host", "-")),
             *(f"{column[each]:.0f}" if each in column else "-" for column in more.values()),
             *([",".join(f"{k}={v}" for k, v in labels.items())] if labelled else []),
-            *([] if more else [node.url if node else ""]),
+            *([] if more else [Text(node.url if node else "")]),
         )
     return table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from weft.core.stages import in_words
 from weft.core.stats import EngineInfo
@@ -30,30 +31,34 @@ def summary(
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
     adapters = list(registry.names())
-    rows.add_row("Model", ", ".join(registry.base_names))
+    rows.add_row("Model", Text(", ".join(registry.base_names)))
     rows.add_row("", f"{info.architecture}, {_count(info.num_parameters)} parameters, {info.dtype}")
     rows.add_row("Device", info.device)
     tokens = info.num_blocks * info.block_size
     rows.add_row("KV cache", f"{tokens:,} tokens; {info.max_model_len:,} in one request")
     none = "none yet" if shares is None else "loaded when they are first used"
-    rows.add_row("Adapters", _names(adapters) if adapters else none)
+    rows.add_row("Adapters", Text(_names(adapters) if adapters else none))
     gib = info.adapter_memory_bytes / 2**30
     rows.add_row("", f"{gib:.3g} GiB of memory, up to rank {info.max_lora_rank}")
     if shares is not None:
-        rows.add_row("Registry", shares)
+        rows.add_row("Registry", Text(shares))
     rows.add_row("Start", f"{took_s:.1f} s, of which the engine took {in_words(info.start_s)}")
     if url is not None:
-        rows.add_row("API", f"[link={url}]{url}[/link]/v1")
+        rows.add_row("API", _link(url, "/v1"))
     if url is not None and page:
-        rows.add_row("Page", f"[link={url}]{url}[/link]")
+        rows.add_row("Page", _link(url))
     if metrics_url is not None:
-        rows.add_row("Metrics", f"[link={metrics_url}]{metrics_url}[/link]/metrics")
+        rows.add_row("Metrics", _link(metrics_url, "/metrics"))
     return Panel(rows, title="Weft is ready", title_align="left", expand=False)
 
 
 def num_shared(shared: SharedRegistry) -> int:
     """How many adapters a registry has."""
     return sum(entry.removed_at is None for entry in shared.state.names.values())
+
+
+def _link(url: str, path: str = "") -> Text:
+    return Text.assemble((url, f"link {url}"), path)
 
 
 def _names(names: list[str]) -> str:

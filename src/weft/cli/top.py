@@ -53,13 +53,13 @@ def _servers(watch: Watched, view: View) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for name in watch.urls:
         if name in watch.silent:
-            table.add_row(name, Text("no answer", "bold red"), *["-"] * 6)
+            table.add_row(Text(name), Text("no answer", "bold red"), *["-"] * 6)
             continue
         node = view.of_node(name)
         levels = node.now.by("level", "weft:adapters")
         is_up = node.sum("weft:engine_up")
         table.add_row(
-            name,
+            Text(name),
             Text("up", "green") if is_up else Text("engine down", "bold red"),
             f"{node.sum('vllm:num_requests_running'):,.0f}",
             f"{node.sum('vllm:num_requests_waiting'):,.0f}",
