@@ -62,6 +62,13 @@ def test_commands(url: str) -> None:
     assert "nobody" in err and "there is no /nope" in err
 
 
+def test_what_a_model_writes_does_not_control_the_terminal(url: str, world: World) -> None:
+    """Nor by its other name of one character, which begins what sets a title or the clipboard."""
+    world.engine.answers = [byte_level().encode("a\x1b]0;b\x07\x9bc\td\r\n\u00fc", False)]
+    out, _, status = said(url, "hi\n")
+    assert (out, status) == ("a]0;bc\td\n\u00fc\n", 0)
+
+
 def test_what_goes_wrong(url: str) -> None:
     for flags, told in (
         (["nobody"], "nobody"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,8 @@ from weft.terminal.options import ApiKey, ending_in_one_line
 if TYPE_CHECKING:
     import httpx
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters by which a text may move the cursor, or set the clipboard of who reads it."""
 _COMMANDS = """/model NAME  talk to another adapter, or to the base
 /models      list the models
 /new         begin a new conversation
@@ -106,7 +109,7 @@ def _obey(talk: Talk, line: str) -> bool:
         case "/help":
             typer.echo(_COMMANDS)
         case "/models":
-            typer.echo("\n".join(talk.models()))
+            typer.echo("\n".join(_CONTROLS.sub("", name) for name in talk.models()))
         case "/new":
             talk.messages.clear()
         case "/model":
@@ -115,7 +118,7 @@ def _obey(talk: Talk, line: str) -> bool:
             raise InvalidRequest(f"there is no {command}; /help lists the commands")
         case _:
             for piece in talk.ask(line):
-                typer.echo(piece, nl=False)
+                typer.echo(_CONTROLS.sub("", piece), nl=False)
             typer.echo()
     return True
 
