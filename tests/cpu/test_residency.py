@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -433,6 +434,30 @@ def test_a_load_that_cannot_be_written_fails(world: World, monkeypatch: pytest.M
     ended = world.wait()
     assert isinstance(ended, LoadEnded) and isinstance(ended.error, AdapterUnavailable)
     assert world.slots.used_elements == 0
+
+
+def test_a_load_that_fails_on_one_rank_ends_when_all_have_written(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place may be another adapter's from then on, on all ranks."""
+    world.register("/a", image("a", 30))
+    written, asked = Future[int](), threading.Event()
+
+    def write(*_: object) -> list[Future[int]]:
+        asked.set()
+        return [written]
+
+    def fail(*_: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(world.adapters, "_others", Mock(write=write, num_ranks=1))
+    monkeypatch.setattr(world.pool, "write", fail)
+    world.start("a")
+    assert asked.wait(PATIENCE_S)
+    assert not world.woken.acquire(timeout=0.1)
+    written.set_result(0)
+    ended = world.wait()
+    assert isinstance(ended, LoadEnded) and isinstance(ended.error, AdapterUnavailable)
 
 
 def test_eviction_clears_the_slot(world: World) -> None:

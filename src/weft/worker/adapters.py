@@ -264,8 +264,11 @@ class AdapterLoader:
         """Copy an image to the device. Returns whether its checksums there are right."""
         with self._timed("copy", work):
             others = self._others.write(start, image, self._host.offset_of(image.data))
-            found = self.pool.write(start, image.data_of(0)), *(each.result() for each in others)
-            right = found == image.checksums
+            try:
+                own = self.pool.write(start, image.data_of(0))
+            finally:  # a rank that still writes there would damage what comes there next
+                theirs = [each.result() for each in others]
+            right = (own, *theirs) == image.checksums
         work.num_faults += not right
         return right
 
