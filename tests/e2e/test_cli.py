@@ -90,7 +90,7 @@ def test_sizes() -> None:
     ):
         assert parse_bytes(text) == size
     assert [show_bytes(n) for n in (5, 1 << 30, 3 << 19)] == ["5", "1G", "1536K"]
-    for bad in ("", "G", "2X", "-1", "1 2"):
+    for bad in ("", "G", "2X", "-1", "1 2", "9" * 400):
         with pytest.raises(typer.BadParameter):
             parse_bytes(bad)
 
@@ -196,7 +196,10 @@ def test_a_stdout_that_nobody_reads_is_no_reason_not_to_serve() -> None:
 def test_weights_of_tenants() -> None:
     assert parse_weights('{"acme": 2, "b": 0.5}') == {"acme": 2.0, "b": 0.5}
     assert engine_args("m", tenant_weights={"a": 2.0}).scheduler.tenant_weights == {"a": 2.0}
-    for bad in ("acme=2", "[1]", '{"acme": "2"}', '{"acme": true}', '{"acme": null}'):
+    for bad in (
+        *("acme=2", "[1]", '{"acme": "2"}', '{"acme": true}', '{"acme": null}'),
+        *("[" * 100_000, f'{{"acme": {"9" * 400}}}'),
+    ):
         with pytest.raises(typer.BadParameter):
             parse_weights(bad)
     for weight in (0.0, -1.0, float("nan"), float("inf")):

@@ -14,7 +14,10 @@ def parse_bytes(text: str) -> int:
     if found is None:
         raise ValueError(f"{text!r} is not a size such as 512M or 2G")
     power = " KMGT".index((found[2] or " ").upper())
-    return int(float(found[1]) * 1024**power)
+    try:
+        return int(float(found[1]) * 1024**power)
+    except OverflowError:
+        raise ValueError(f"{text!r:.200} is more bytes than there can be") from None
 
 
 def parse_memory(text: str) -> int | float:

@@ -270,8 +270,8 @@ def parse_weights(text: str | dict[str, float]) -> dict[str, float]:
     try:
         given = json.loads(text) if isinstance(text, str) else text
         return {name: _number(weight) for name, weight in given.items()}
-    except (ValueError, AttributeError):
-        message = f'{text!r} is not a JSON object of numbers such as {{"acme": 2}}'
+    except (ValueError, AttributeError, OverflowError, RecursionError):
+        message = f'{text!r:.200} is not a JSON object of numbers such as {{"acme": 2}}'
         raise typer.BadParameter(message) from None
 
 
