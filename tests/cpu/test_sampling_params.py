@@ -337,6 +337,8 @@ def test_numbers_of_numpy_and_torch_mean_what_they_are() -> None:
         ("logit_bias", {"logit_bias": [5]}),
         ("stop", {"stop": 5.5}),
         ("stop_token_ids", {"stop_token_ids": np.array([1.5])}),
+        ("stop_token_ids", {"stop_token_ids": b"abc"}),
+        ("allowed_token_ids", {"allowed_token_ids": bytearray(b"abc")}),
     ],
 )
 def test_what_is_refused(llm: LLM, param: str, options: dict[str, Any]) -> None:

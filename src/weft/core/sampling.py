@@ -161,7 +161,9 @@ def _several(value: object) -> tuple[Any, ...]:
     """The values of a field that takes one value, several, or None for none."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray):
+        return (value,)
+    return tuple(value)
 
 
 def as_int(value: Any) -> int | None:
