@@ -236,7 +236,7 @@ def test_throughput_counts_the_loads_of_adapters_that_do_not_fit() -> None:
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (("decode", "--batch", "0"), "--batch takes numbers from 1 on"),
+        (("decode", "--batch", "0"), "--batch takes numbers from 1 to 10,000,000"),
         (("decode", "--pattern", "all"), "--pattern takes a list of none, identical"),
         (("decode", "--targets", "q_proj,nose", *TINY), "'nose' is none of q_proj"),
         (("decode", "--plot", "nowhere/at/all.png"), "can't be written"),
