@@ -23,10 +23,10 @@ from weft.schedule.sequence import find_invocation
 from weft.schedule.sketch import prefix_keys
 
 MAX_EXPLAINED = 1_000
-"""Requests whose decisions are remembered."""
+"""How many requests' decisions are remembered."""
 ROOMY = 0.9
-"""So much of a node's KV blocks may be in use when a request comes that another node has no memory
-for: what runs there grows too."""
+"""The fraction of its KV blocks that a node may use after it has taken a request for which another
+node has no memory. The rest is for what runs there, which grows too."""
 MAX_RELIEVED = 4
 """A request that has moved so often because its memory was taken stays where it is."""
 TURN_S = 1.0
@@ -47,7 +47,7 @@ class Decision:
     pins: str = ""
     """The labels of its adapters that say which nodes keep them."""
     http_id: str = field(default_factory=lambda: request_id_var.get() or "")
-    """That of the HTTP request that it is a part of; "" if there is none."""
+    """The id of the HTTP request that it is a part of; "" if there is none."""
 
 
 class Decisions:
@@ -89,7 +89,7 @@ class Live:
     output: list[int]
     node: Node | None = None
     attempt: RoutedRequest | None = None
-    """What the router knows of its newest attempt, which has the same id."""
+    """Its newest attempt as the router knows it, with the attempt's id."""
     attempts: int = 0
     deaths: int = 0
     why: str = "the request is new"
@@ -152,9 +152,9 @@ def has_room(node: Node, live: Live) -> bool:
 
 
 def to_relieve(node: Node, nodes: Mapping[str, Node], lives: Iterable[Live]) -> Live | None:
-    """The request for which a node has no memory that is to go elsewhere now: the first of
-    `lives`, the youngest first, for which another node has room. The next one, if that was not
-    enough, goes with the node's next report."""
+    """The request that is to leave a node without memory for it: the first of `lives` (the youngest
+    first) that may move; None if no other node has room for that one. If one is not enough, the
+    next goes with the node's next report."""
     stranded = node.report.load.stranded if node.report else ()
     for live in lives if stranded else ():
         attempt = live.attempt
@@ -171,7 +171,7 @@ def to_relieve(node: Node, nodes: Mapping[str, Node], lives: Iterable[Live]) -> 
 
 
 def holders_of(nodes: Mapping[str, Node], digest: str) -> list[str]:
-    """The addresses of the nodes that have an adapter, whoever had it brought there; for any
+    """The addresses of the nodes that have an adapter, on the host or the device; for any
     thread."""
     key = adapter_key(digest)
     reports = [(node, node.report) for node in list(nodes.values())]
@@ -244,13 +244,13 @@ def digests_of(request: EngineRequest) -> list[str]:
 
 
 def kind_of(info: EngineInfo) -> tuple[str, int, int, str]:
-    """What all engines of a fleet have in common."""
+    """What must be the same for all engines of a fleet."""
     return info.architecture, info.vocab_size, info.num_parameters, info.dtype
 
 
 def add_to_output(live: Live, event: TokenEvent) -> None:
     """Add an event's tokens to the output that a request has. Raises EngineDead if they don't come
-    right after it: then it goes on, from what it has, as if its node were lost."""
+    right after it: the request then goes on, from what it has, as if its node were lost."""
     num_tokens = len(live.request.prompt_ids) + len(live.output) + len(event.token_ids)
     if event.token_ids and event.num_tokens != num_tokens:
         error = EngineDead("tokens are missing, or came twice")
@@ -260,7 +260,7 @@ def add_to_output(live: Live, event: TokenEvent) -> None:
 
 
 def passed_on(live: Live, event: TokenEvent) -> TokenEvent:
-    """An event as the reader gets it: what is told once comes from the first attempt."""
+    """An event as the reader gets it: figures that are told once are the first attempt's."""
     event = event._replace(request_id=live.request.request_id)
     if live.attempts > 1:
         event = event._replace(num_cached_tokens=0, queue_s=None, adapter_wait_s=None)

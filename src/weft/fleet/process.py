@@ -35,16 +35,16 @@ logger = logging.getLogger(__name__)
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 FLUSH_MS = 1000
-"""How long the engine's end waits until its last reports have been sent."""
+"""How long an engine's process waits at its end for its last reports to be sent."""
 DRAIN_S = 0.005
-"""How long what a dead engine has still sent may take to arrive over the local socket."""
+"""How long the last reports of a dead engine may take to arrive over the local socket."""
 END_S = 3.0
-"""How long the process may take to end by itself. It has nothing to lose."""
+"""How long the process may take to end by itself before it is killed."""
 
 
 async def start_process(args: EngineArgs, report_s: float | None = None) -> LinkClient:
     """Start an engine in a process of its own, and return its client. With `report_s`, the engine
-    gives its signs of life so often, and tells its load with them."""
+    gives a sign of life every `report_s` seconds, with its load."""
     client = LinkClient()
     return await client.start(ProcessLink(args, client, report_s))
 
@@ -105,7 +105,7 @@ class ProcessLink:
     def send(self, command: Command) -> None:
         if isinstance(command, Submit):
             command = self._sent.pack(command.request)
-        # A command to an engine that is gone is lost, of which `LinkClient.died` tells.
+        # Commands to an engine that is gone are lost; its death reaches `LinkClient.died`.
         with contextlib.suppress(zmq.Again):
             self._down.send(COMMANDS.encode(command), zmq.DONTWAIT)
 
@@ -156,7 +156,7 @@ def _socket(context: Any, kind: int) -> Any:
 def _main(down: str, up: str, tensor_parallel_size: int) -> None:
     """Run the engine process. It ends by Stop, by an error, or when its parent is gone."""
     _end_with_parent()
-    # Often sent to both; the parent decides.
+    # These are often sent to both processes; the parent decides.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     spawn_ahead(tensor_parallel_size)
@@ -182,7 +182,7 @@ def _main(down: str, up: str, tensor_parallel_size: int) -> None:
     beats: Any = None
 
     def pulse(report: Pulse) -> None:
-        """Called on a thread, which has a socket of its own that nobody waits for in the end."""
+        """Called on a thread, which has its own socket; at the end, nobody waits for that one."""
         nonlocal beats
         if beats is None:
             beats = _socket(zmq.Context(), zmq.PUSH)
@@ -218,9 +218,9 @@ def _pull(
     inbox: SimpleQueue[Command],
     started: threading.Event,
 ) -> None:
-    """Bring the order to where the process waits for it, and then commands to the inbox, up to
-    Stop. A Stop that comes before the engine has started ends the process at once, as a start may
-    take minutes."""
+    """Put the first message into `orders`, and the commands after it into `inbox`, up to Stop. A
+    Stop that comes before the engine has started ends the process at once, as a start may take
+    minutes."""
     received = ReceivedRequests()
     with contextlib.suppress(zmq.ContextTerminated):
         orders.put(ORDERS.decode(commands.recv()))

@@ -36,12 +36,12 @@ class NodeReport(msgspec.Struct, frozen=True):
     draining: bool = False
     """It takes no new requests, and those that it has go elsewhere."""
     idle: bool = False
-    """The same, as others serve all that there is without it; it is ready to serve again."""
+    """As when draining, but because the other nodes suffice; it is ready to serve again."""
     controller: str = ""
-    """Which process decides for the fleet as long as this node is the first of those that serve:
-    that of its own API, or of one that is linked to it. See `weft.fleet.controller`."""
+    """The process that decides for the fleet while this node is the first of those that serve: the
+    one of its own API, or one that is linked to it. See `weft.fleet.controller`."""
     labels: dict[str, str] = {}
-    """Those that it was started with, for adapters that are kept on some nodes."""
+    """The labels that it was started with, by which adapters are kept on some nodes."""
 
 
 class KeyChange(msgspec.Struct, frozen=True):
@@ -63,19 +63,19 @@ class KeyChange(msgspec.Struct, frozen=True):
 
 
 class ReportUpdate(msgspec.Struct, frozen=True):
-    """A report whose large sets are told by what changed."""
+    """A report that has only the changes of its large sets."""
 
     report: NodeReport
-    """Without resident and host adapters and prefixes; without labels too, unless it is whole."""
+    """It lacks the sets of adapters and prefixes; its labels too, unless `whole`."""
     resident: KeyChange
     host: KeyChange
     prefixes: KeyChange
     whole: bool = False
-    """The changes are from nothing: whatever was known before is void."""
+    """The changes start from empty sets: what was known before is void."""
 
 
 def update_between(old: EngineLoad | None, report: NodeReport) -> ReportUpdate:
-    """The update that leads from a load to this report; a whole one from None."""
+    """The update from the load `old` to this report; a whole one if `old` is None."""
     before, new = old or EngineLoad(), report.load
     bare = replace(new, resident=_EMPTY, host=_EMPTY, prefixes=_EMPTY)
     labels = report.labels if old is None else {}
@@ -101,7 +101,7 @@ class ReportSender:
     def update(
         self, load: EngineLoad, draining: bool = False, idle: bool = False, controller: str = ""
     ) -> ReportUpdate:
-        """The next report, for those who have all before."""
+        """The next report, as an update for readers that have all the earlier ones."""
         last = self.report
         seq = last.seq + 1 if last else 1
         self.report = NodeReport(
@@ -117,7 +117,7 @@ class ReportSender:
         return update_between(last.load if last else None, self.report)
 
     def whole(self) -> ReportUpdate | None:
-        """The newest report, for those who have none; None if there is none."""
+        """The newest report, for readers that have none; None before the first report."""
         return update_between(None, self.report) if self.report else None
 
 
@@ -128,7 +128,7 @@ class ReportReceiver:
         self.report: NodeReport | None = None
 
     def receive(self, update: ReportUpdate) -> NodeReport:
-        """The report that the node has made."""
+        """The node's newest report, put together from this update and the earlier ones."""
         last = None if update.whole else self.report
         old = EngineLoad() if last is None else last.load
         load = replace(

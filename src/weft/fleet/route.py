@@ -43,9 +43,9 @@ Floats = NDArray[np.float64]
 SATURATED_S = 1.0
 """Beyond this wait at the best node, requests go by their adapter's order."""
 BOUND, ROOM = 1.25, 1.0
-"""A node takes by order up to so many times the mean of open requests, and so many more."""
+"""By order, a node takes requests while it has fewer open ones than BOUND * their mean + ROOM."""
 LATER = 1e3
-"""Added to the nodes that a policy takes only if there is no other."""
+"""Added to the cost of nodes that a policy takes only if there is no other."""
 MAX_RETRY_S = 60
 
 
@@ -53,13 +53,13 @@ class Terms(NamedTuple):
     """The parts of J by node, in seconds."""
 
     wait: Floats
-    """Less than 0 where nothing has been queued for so long."""
+    """Less than 0 where the queue has been empty, for that long."""
     load: Floats
     prefill: Floats
     others: Floats
     order: Floats
     chance: Floats | None
-    """None: no other router sends enough."""
+    """None: other routers send too little to matter."""
     closed: Floats
     """0 at nodes that take requests; much at those that would rather not; infinite at others."""
     total: Floats
@@ -103,8 +103,8 @@ class Shed:
 
 
 Policy = Callable[[FleetView, RoutedRequest, Terms], Floats]
-"""What each node costs by this policy, from the terms of J. The least is chosen, but never an
-infinite one."""
+"""Returns what each node costs by this policy, from the terms of J. The node that costs least is
+chosen, unless its cost is infinite."""
 
 
 def cost(view: FleetView, request: RoutedRequest, terms: Terms) -> Floats:
@@ -152,8 +152,8 @@ def find_policy(name: str) -> Policy:
 class Router:
     """Decides for the requests of one node. It owns its view of all nodes.
 
-    transit_s, told: see `FleetView`. max_wait_s: a request that would wait longer is refused. A
-    tenant that has more open requests than its share is refused at as much less as it has more.
+    transit_s, told: see `FleetView`. max_wait_s: a request that would wait longer is refused. For a
+    tenant with n times its share of the open requests, the limit is max_wait_s / n if n > 1.
     weights: the tenants' shares, 1 for those that are not named.
     """
 
@@ -170,7 +170,7 @@ class Router:
         self._max_wait_s = max_wait_s
         self._weights = dict(weights or {})
         self._pair = np.zeros(2)
-        """The tokens that a node lacks of a prompt: without its prefix, and with it."""
+        """How many tokens of a prompt a node lacks: one without its prefix, and one with it."""
 
     def place(self, request: RoutedRequest, now: float) -> Routed | Shed:
         """Choose a node, and remember that the request goes there."""
@@ -237,9 +237,9 @@ class Router:
         return Terms(wait, load, prefill, others, order, chance, closed, total)
 
     def _prefill(self, request: RoutedRequest) -> Floats:
-        """Seconds to compute what each node's cache lacks of a request. Who has a long prefix has
-        the shorter ones that it begins with, so each adds what it is longer by. Every other prefix
-        will do."""
+        """Seconds to compute the tokens that each node's cache lacks. A node with a long prefix
+        also has the shorter ones that it begins with, so each prefix adds only its further tokens.
+        It is enough to look up every other prefix."""
         told, prefixes = self.view.told.prefixes, request.prefixes
         masks, on_way = told.masks, self.view.prefixes.counts
         found: list[tuple[int, int]] = []
@@ -276,7 +276,7 @@ class Router:
         return prefill
 
     def patience_s(self, tenant: str) -> float:
-        """How long a request of a tenant may have to wait before it is refused."""
+        """A request of the tenant is refused if it would wait for longer than this."""
         open_of = self.view.open_of
         weight = self._weights.get(tenant, 1.0)
         others = sum(self._weights.get(t, 1.0) for t in open_of if t != tenant)

@@ -1,11 +1,11 @@
-"""Sends requests to an engine's process, and what several have in common only once.
+"""Packs requests for an engine's process; what several have in common is sent only once.
 
 The choices of one prompt differ only in their ids and seeds, and the prompts of one request only in
 their tokens too. So all but the first are sent as what differs (`SubmitAgain`).
 
-Both ends keep the forms that were sent last, each in one of a few places. A request brings its form
-when it is put in a place, and later ones name the place. As commands arrive in the order in which
-they were sent, both ends always agree.
+Both ends keep the forms of structured outputs that were sent last, in NUM_PLACES numbered places.
+The first request with a form brings it, and later ones name its place. As commands arrive in the
+order in which they were sent, both ends always agree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHARED = [field.name for field in fields(EngineRequest) if field.name not in _O
 
 
 def _are_alike(one: EngineRequest, other: EngineRequest) -> bool:
-    """Whether they differ in no more than `SubmitAgain` can tell."""
+    """Whether they differ only in fields that `SubmitAgain` has."""
     if one.params is not other.params:
         return False
     return all(getattr(one, name) == getattr(other, name) for name in _SHARED)
@@ -33,7 +33,7 @@ class SentRequests:
 
     def __init__(self) -> None:
         self._places: dict[StructuredOutputs, int] = {}
-        """The oldest first."""
+        """The place of each form, the oldest first."""
         self._last: EngineRequest | None = None
 
     def pack(self, request: EngineRequest) -> Submit | SubmitAgain:

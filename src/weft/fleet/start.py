@@ -32,8 +32,8 @@ MIN_TARGET = 0.05
 
 
 def located(source: AdapterSource, blobs: Blobs) -> AdapterSource:
-    """Where this machine has the content of a source on another one; work for a thread. Raises
-    what `Blobs.open` does."""
+    """The source as a folder of this machine, from `blobs` if its path is not here. This is slow:
+    call it on a thread. Raises what `Blobs.open` does."""
     if source.digest is None or Path(source.path).is_dir():
         return source
     folder = blobs.open(source.digest, source.peers, source.listing)
@@ -42,10 +42,10 @@ def located(source: AdapterSource, blobs: Blobs) -> AdapterSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetArgs:
-    """How a process is a part of a fleet. Raises ConfigError for what can't be so."""
+    """How a process takes part in a fleet. Raises ConfigError for values that can't be used."""
 
     where: str
-    """A file with HOST:PORT in each line, or HOST:PORT of which DNS has several addresses."""
+    """A file with a node's HOST:PORT in each line, or HOST:PORT with several addresses in DNS."""
     key: Path
     listen: str = f"0.0.0.0:{PORT}"
     name: str | None = None
@@ -53,7 +53,7 @@ class FleetArgs:
     labels: tuple[str, ...] = ()
     """KEY=VALUE of the node, by which adapters may be kept on it."""
     target: float | None = None
-    """The part of its seats that a node is to have taken before others serve; None: all serve."""
+    """The fraction of nodes' seats to be taken, so that others can be idle; None: all serve."""
     webhook: str | None = None
     """A URL that is told how many nodes there should be."""
     has_engine: bool = True
@@ -99,9 +99,9 @@ async def start_fleet(
     """Start this process's engine, if it is to have one, and find the other nodes. Without an
     engine it waits for one of them.
 
-    `contents`: what this machine keeps of adapters, which other nodes may fetch. `blobs`: those of
-    a shared registry, from where adapters come that are not in the folder that another node names.
-    Raises ConfigError, and what the engine's start fails with.
+    `contents`: the adapters' files on this machine, which other nodes may fetch. `blobs`: those of
+    a shared registry, used for adapters whose folder, as another node names it, is not here.
+    Raises ConfigError, and what the engine's start raises.
     """
 
     loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(FETCHES, "weft-fetch")

@@ -4,8 +4,8 @@
                                └──(a start fails)──> down, and after a pause another start
 
 Requests that were open when the engine died end with EngineDead, and so do those that come while
-it is down. Those that engines die of are refused; see `weft.fleet.suspects`. An engine answers
-between two steps; one that gives no answer for long is ended.
+it is down. Requests that engines die of are refused; see `weft.fleet.suspects`. An engine answers
+between two steps; one that gives no answer for too long is ended.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 1.0
 """The pause between the first and the second start after a death; it doubles each time."""
 MAX_PAUSE_S = 30.0
-"""The longest pause. An engine that lives longer than this is taken for a good one."""
+"""The longest pause. An engine that has lived for longer is started again without one."""
 WATCHDOG_S = 300.0
 """How long an engine may give no answer, and so how long a step may take."""
 START_TIMES = 3.0
-"""A restart may take the watchdog's time, and so many times what the first start took."""
+"""A restart may take the watchdog's time plus this many times that of the first start."""
 Start = Callable[[EngineArgs], Awaitable[LinkClient]]
 
 
 async def start_supervised(
     args: EngineArgs, start: Start | None = None, watchdog_s: float = WATCHDOG_S
 ) -> Supervisor:
-    """Start an engine, in a process of its own unless `start` makes another one, and supervise it.
-    With 0 as `watchdog_s` nobody looks whether it hangs.
+    """Start an engine, by `start` or else in a process of its own, and supervise it. With 0 as
+    `watchdog_s`, an engine that hangs is not noticed.
 
-    Raises what the first start fails with; later ones are logged and tried again.
+    Raises what the first start raises. A later start that fails is logged and tried again.
     """
     if start is None:
         from weft.fleet.process import start_process  # it needs ZeroMQ
@@ -84,16 +84,16 @@ class Supervisor:
         self._start = start
         self._engine = engine
         self._down: str | None = None
-        """Why nothing is served now."""
+        """Why nothing is served now; None while an engine is up."""
         self._wanted: dict[str, _Wanted] = {}
         """What engines are to hold, by digest."""
         self._tenants: tuple[Tenant, ...] | None = None
-        """Who shares every engine; None until it was said."""
+        """The tenants that share every engine; None until `set_tenants`."""
         self._suspects = Suspects()
         self.on_pulse: Callable[[], None] = lambda: None
         """Called with each sign of life of an engine, and when one has died."""
         self.death: WeftError | None = None
-        """What the last one died of."""
+        """What the last engine died of."""
         engine.on_pulse = self._pulsed
         self._task = asyncio.create_task(self._supervise())
 
@@ -103,7 +103,7 @@ class Supervisor:
 
     @property
     def alive(self) -> bool:
-        """Whether an engine is up, and holds all that it can of what it is to hold."""
+        """Whether an engine is up, and has loaded all wanted content that it could."""
         return self._down is None and self._engine.alive
 
     @property
@@ -120,7 +120,7 @@ class Supervisor:
 
     def follow(self, request: EngineRequest, put: Put) -> None:
         """See `LinkClient.follow`. Raises WeftError for a request that can't be served. One that
-        engines may have died of can't be followed, only generated: `is_suspect` tells."""
+        engines may have died of (`is_suspect`) must be given to `generate` instead."""
         if error := self._refusal(request):
             raise error
         self._engine.follow(request, put)
@@ -151,7 +151,7 @@ class Supervisor:
         return None
 
     async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
-        """The engines to come hold it too."""
+        """Until it is released, all later engines hold the content too."""
         engine = self._up()
         info = await engine.hold(source, holder, pinned)
         if engine is not self._engine or not engine.alive:
@@ -165,7 +165,7 @@ class Supervisor:
         return info
 
     async def release(self, digest: str, holder: str) -> None:
-        """This also succeeds while the engine is down, or dies: no later one holds the content."""
+        """This also succeeds while the engine is down, or dies: later ones get no such hold."""
         wanted = self._wanted.get(digest)
         if wanted is not None:
             wanted.holders.pop(holder, None)
@@ -175,7 +175,7 @@ class Supervisor:
             await self._engine.release(digest, holder)
 
     async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
-        """The engines to come are told of them too, so this succeeds while the engine is down."""
+        """Later engines get these tenants too, so this succeeds while the engine is down."""
         self._tenants = tuple(tenants)
         with contextlib.suppress(EngineDead):
             await self._engine.set_tenants(self._tenants)
@@ -256,7 +256,7 @@ class Supervisor:
         return True
 
     async def _started(self) -> LinkClient:
-        """A new engine. Raises what its start fails with, and EngineDead if that hangs."""
+        """A new engine. Raises what its start raises, and EngineDead if that takes too long."""
         try:
             async with asyncio.timeout(self._start_limit_s):
                 return await self._start(self._args)
@@ -264,8 +264,8 @@ class Supervisor:
             raise EngineDead(f"it was not ready within {self._start_limit_s:.0f} s") from None
 
     async def _hold_again(self, engine: LinkClient, digest: str) -> None:
-        """Let an engine hold content for all who want it, from the newest of their folders that
-        still has it. Any number of repetitions does no harm."""
+        """Let an engine hold content for all its holders, from the newest of their folders that
+        still has it. May be repeated."""
         wanted = self._wanted.get(digest)
         if wanted is None:  # it was released meanwhile
             return
@@ -310,7 +310,7 @@ class Supervisor:
 
 
 async def _ending(request_id: str, error: WeftError) -> AsyncGenerator[TokenEvent, None]:
-    """End a request that no engine sees with this error."""
+    """The events of a request that no engine gets: its error. An EngineDead is raised instead."""
     if isinstance(error, EngineDead):
         raise error
     yield TokenEvent(request_id, [], finish_reason="error", error=to_wire(error))

@@ -42,12 +42,12 @@ class Suspects:
         self._on_trial: bytes | None = None
         """The suspect that waits for its first token."""
         self._tried: tuple[WeftError, bytes] | None = None
-        """The death at which one was on trial, and which that was."""
+        """The error of a death at which a suspect was on trial, and that suspect's key."""
 
     def admit(
         self, request: EngineRequest, events: AsyncGenerator[TokenEvent]
     ) -> AsyncGenerator[TokenEvent]:
-        """The events of a request, which may have to wait for others. Raises RequestRefused."""
+        """The events of a request; a suspect's wait for their turn. Raises RequestRefused."""
         if not self._records:
             return events
         key = _key(request)
@@ -63,7 +63,7 @@ class Suspects:
         return bool(self._records) and _key(request) in self._records
 
     def died(self, requests: Iterable[EngineRequest], error: WeftError) -> None:
-        """An engine has died while these requests were open."""
+        """An engine has died while these requests were open. If it was killed, none is blamed."""
         if isinstance(error, EngineDead) and error.killed:
             return
         keys = {_key(request) for request in requests}

@@ -42,7 +42,7 @@ QUEUED = 1_000
 """How many messages wait for a slow other end before the link is given up. A node with many
 requests sends one for each step."""
 LAST_WORDS_MS = 200
-"""How long a link that ends may take to say so."""
+"""How long a link that ends may take to send its last messages."""
 _ENDS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -64,10 +64,10 @@ class TcpLink:
         client: LinkClient,
         patience: Patience,
     ) -> None:
-        """`patience`: what is known of the pauses of the node there."""
+        """`patience`: what is known of the other node's pauses."""
         self.address = address
         self.node = ""
-        """The other node's name, and which process it is, once it has answered."""
+        """The other node's name and (below) its process, once it has answered."""
         self.process = ""
         self.on_report: Callable[[ReportUpdate], None] = lambda _: None
         self._client = client

@@ -1,8 +1,8 @@
 """Holds the latest reports of all nodes as arrays, so that a decision is a few operations.
 
-Arrays have an element for each node. What depends on an adapter is in a table by node and code
-(`weft.fleet.keys`), in which an adapter's row of codes says where to look. Arrays may be longer
-than there are nodes.
+Arrays have an element for each node, and may be longer than there are nodes. What depends on an
+adapter is in a table by node and code: an adapter's code says how a node has it, such as on the
+device (`weft.fleet.keys`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ MEMORY = 0.01
 LOADERS = 2
 """How many loads a node makes at a time."""
 LOAD_S, BYTE_S, ROWS_S = 0, 1, 2
-"""Until an adapter is on the device, but for its size; the same for each byte of it; and what an
-answer with it adds to all the steps in which it takes part, together."""
+"""The seconds until an adapter is on the device, apart from its size; those for each of its bytes;
+and what an answer with it adds to all the steps in which it takes part, together."""
 
 
 def _places() -> Ints:
-    """Where `LoadTable.write` has the elements of a node, which follow from few numbers."""
+    """For each row and code, the place of its value among the few in `LoadTable.write`."""
     places = np.zeros((3, 2, 2, 2, 2), np.intp)  # by RUNNING, COMING, HOST, RESIDENT
     places[LOAD_S, :, 0, :, 0], places[LOAD_S, :, 1, :, 0] = 1, 2
     places[BYTE_S, :, 0, 0, 0], places[BYTE_S, :, 0, 1, 0] = 3, 4
@@ -64,28 +64,28 @@ class ToldNode:
     draining: bool = False
     idle: bool = False
     at_s: float = 0.0
-    """When that came."""
+    """When that report came."""
     count: int = 0
-    """Its place among all reports of all nodes."""
+    """That report's number among those of all nodes."""
     num_open: int = 0
     ready_s: float = 0.0
-    """When what it has queued is computed."""
+    """When it will have computed what it has queued."""
     spare: int = 0
-    """How many open requests leave one seat."""
+    """With how many open requests one seat is free."""
     drain_s: float = 0.0
-    """How long a request waits for a seat, for each one more than that."""
+    """How long a request waits for a seat, for each open request beyond `spare`."""
     begins_s: float = 0.0
     """When a request that comes next begins to be computed."""
 
     def begin_of(self, num_open: int, ready_s: float) -> float:
-        """When a request begins to be computed, if so many are open before it and what is queued
-        is computed then. Where there is no seat, others have to end, whose answers are of mean
+        """When a request begins to be computed, if `num_open` are open before it and the queue is
+        computed at `ready_s`. Without a free seat it waits until others end, after answers of mean
         length."""
         waiting = num_open - self.spare
         return ready_s + waiting * self.drain_s if waiting > 0 else ready_s
 
     loader_s: float = 0.0
-    """What one more load there delays another one."""
+    """By how many seconds one load there delays another."""
 
 
 class LoadTable:
@@ -95,7 +95,7 @@ class LoadTable:
         self.seats, self.token_s = np.zeros((2, 0))
         """Seats, and what each token of a prompt takes."""
         self.queues = np.zeros((2, 0))
-        """Open requests, and when one that comes then begins to be computed at once."""
+        """The nodes' open requests, and their `ToldNode.begins_s`."""
         self.by_code = np.zeros((3, 0))
         """`LOAD_S`, `BYTE_S` and `ROWS_S` for each node and code."""
         self._by_node = np.zeros((3, 0, NUM_CODES))
@@ -116,12 +116,12 @@ class LoadTable:
     def lines(self, codes: Ints) -> tuple[Floats, ...]:
         """`LOAD_S`, `BYTE_S` and `ROWS_S` by node, for one code of each; valid until the next
         call."""
-        self.by_code.take(codes, 1, self._taken, "clip")  # faster; they are all within
+        self.by_code.take(codes, 1, self._taken, "clip")  # faster; all are within bounds
         return self._lines
 
     def write(self, i: int, load: EngineLoad, answer_tokens: float, adapter_bytes: float) -> float:
         """Work out all elements of a node. The last arguments are means over requests. Returns
-        what one more load there delays another one."""
+        `ToldNode.loader_s`."""
         costs = load.costs
         self.seats[i], self.token_s[i] = max(load.max_seats, 1), costs.token_s
         loader_s = (costs.load_s + costs.disk_byte_s * adapter_bytes) / LOADERS
@@ -145,7 +145,7 @@ class Told:
         self.nodes: dict[int, ToldNode] = {}
         """By their index in all arrays."""
         self._recent: dict[int, ToldNode] = {}
-        """Those that have told anything, the last one at the end."""
+        """The nodes that have reported, the latest one at the end."""
         self.count = 0
         """How many reports have come."""
         self.now = 0.0
@@ -171,7 +171,7 @@ class Told:
         return self._index.get(name)
 
     def index(self, name: str) -> int:
-        """The index of a node, which is a new one if the name is."""
+        """The index of a node. A new name gets a new one."""
         index = self._index.get(name)
         if index is None:
             index = next(i for i in range(len(self.nodes) + 1) if i not in self.nodes)
@@ -184,7 +184,7 @@ class Told:
         return index
 
     def leave(self, name: str) -> int:
-        """The node is gone for good, and nothing is remembered of it but its index."""
+        """Forget a node that is gone for good. Returns the index that it had."""
         index = self._index.pop(name)
         self.adapters.forget(index)
         self.prefixes.forget(index)
@@ -229,18 +229,18 @@ class Told:
         self._write(i)
 
     def since(self, count: int) -> Iterator[tuple[int, ToldNode]]:
-        """The nodes that told something since there were so many reports."""
+        """The nodes that have reported since the first `count` reports, by index."""
         for i, node in reversed(self._recent.items()):
             if node.count <= count:
                 break
             yield i, node
 
     def asked(self, adapter_bytes: int) -> None:
-        """Somebody asks for an adapter of this size, which counts for the mean."""
+        """Count a request for an adapter of this size in the mean."""
         self._adapter_bytes += MEMORY * (adapter_bytes - self._adapter_bytes)
 
     def answered(self, num_tokens: int) -> None:
-        """An answer of this length has ended, which counts for the mean."""
+        """Count an answer of this length in the mean."""
         self._answer_tokens += MEMORY * (num_tokens - self._answer_tokens)
 
     def _write(self, i: int) -> None:

@@ -23,14 +23,14 @@ from weft.fleet.unseen import Unseen
 Floats = NDArray[np.float64]
 
 TRANSIT_S = 0.02
-"""What requests and reports may take on their way, together."""
+"""How long a request and a report may be under way, together."""
 RELUCTANT = 1e6
 """Added to the seconds of nodes that get requests only when there is no other node."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """What matters of a request for where it goes."""
+    """What routing needs to know of a request."""
 
     request_id: str
     num_tokens: int
@@ -51,12 +51,12 @@ class RoutedRequest:
 
 
 class _Sent(NamedTuple):
-    """A request that a node's last report need not have seen."""
+    """A request that a node's last report may lack."""
 
     at_s: float
     request: RoutedRequest
     computed_s: float
-    """What its prompt takes to compute."""
+    """How long its prompt takes to compute."""
     loads: bool
     """Whether its adapter had to be loaded."""
 
@@ -67,7 +67,7 @@ class NodeState:
 
     name: str
     dead: bool = True
-    """Whether it can serve nobody; so until its first report."""
+    """Whether it does not answer; true until its first report."""
     draining: bool = False
     idle: bool = False
     enabled: bool = True
@@ -75,11 +75,11 @@ class NodeState:
     more_open: int = 0
     """How many requests are open there beyond those that it told of."""
     ready_s: float = 0.0
-    """When what is queued there is computed, with what was sent, if anything was."""
+    """When it will have computed its queue with what was sent; only kept if anything was."""
 
 
 class OnWay:
-    """Which nodes have a key by requests that are on their way there, and by how many."""
+    """Counts the requests with a key that are on their way to a node, by key and node."""
 
     def __init__(self) -> None:
         self.counts: dict[int, dict[int, int]] = {}
@@ -129,10 +129,10 @@ class FleetView:
         """How many loads such requests cause, by node."""
         self.unseen = Unseen()
         self._queues = np.zeros((2, 0))
-        """As in `LoadTable`, with what was sent and has ended since nodes told that."""
+        """As in `LoadTable`, with what was sent and has ended since the reports."""
         self._crowd = Crowd()
         self._touched: set[int] = set()
-        """The nodes of which these are not just what they told."""
+        """The nodes whose queues are not just what they reported."""
         self._now = 0.0
         """When the newest report came, or the last request was sent."""
         self.closed_s = np.zeros(0)
@@ -148,7 +148,7 @@ class FleetView:
         return self.told.capacity
 
     def index(self, name: str) -> int:
-        """The index of a node, which is a new one if the name is."""
+        """The index of a node. A new name gets a new one."""
         index = self.told.index(name)
         if index not in self.nodes:
             self._grow()
@@ -164,7 +164,7 @@ class FleetView:
             self.unseen.set_takes(self.closed_s == 0.0)
 
     def leave(self, name: str) -> None:
-        """The node is gone for good, and nothing is remembered of it."""
+        """Forget a node that is gone for good."""
         index = self.index(name)
         self._see(index, self.nodes[index], np.inf)
         self.told.leave(name)
@@ -217,7 +217,7 @@ class FleetView:
         self._hear()
 
     def heed(self) -> None:
-        """Take what nodes have told into the arrays."""
+        """Bring the arrays up to date with all reports."""
         told = self.told
         if self._taken == told.count:
             return
@@ -229,7 +229,7 @@ class FleetView:
             self._measure(index, self.nodes[index])
 
     def _hear(self) -> None:
-        """Take notice of who has told something."""
+        """Note of each new report which requests it covers, and whether the node serves."""
         told = self.told
         if self._heard == told.count:
             return
@@ -247,7 +247,7 @@ class FleetView:
         self._heard = told.count
 
     def _see(self, index: int, node: NodeState, until_s: float) -> None:
-        """A report of a node has seen all that was sent until then."""
+        """A node's report covers all requests that were sent until `until_s`."""
         sent = node.sent
         while sent and sent[0].at_s <= until_s:
             self._arrived(index, sent.popleft())
@@ -258,7 +258,7 @@ class FleetView:
             self._touched.discard(index)
 
     def _line_up(self, index: int, node: NodeState) -> None:
-        """Work out when a node has computed what it told of and what was sent since."""
+        """Work out when a node will have computed what it reported and what was sent since."""
         node.ready_s = self.told.nodes[index].ready_s
         for each in node.sent:
             node.ready_s = max(node.ready_s, each.at_s) + each.computed_s
@@ -266,7 +266,7 @@ class FleetView:
         self._measure(index, node)
 
     def _measure(self, index: int, node: NodeState) -> None:
-        """Something was sent to a node, or has ended there, of which it has not told."""
+        """Set a node's queue from its report and what was sent and has ended since."""
         told = self.told.nodes[index]
         num_open = told.num_open + node.more_open
         self._set(index, num_open, told.begin_of(num_open, node.ready_s))
@@ -277,7 +277,7 @@ class FleetView:
         self._crowd.set(index, num_open)
 
     def _arrived(self, index: int, sent: _Sent) -> None:
-        """Forget what a request on its way made of its node."""
+        """Undo what a request counted for while it was on its way."""
         request = sent.request
         self.unseen.num_on_way -= 1
         if request.adapter:
@@ -290,7 +290,7 @@ class FleetView:
                 del self._loading[index]
 
     def send(self, index: int, request: RoutedRequest, computed_s: float, now: float) -> None:
-        """A request was sent to a node, where its prompt takes so long to compute."""
+        """A request was sent to a node, where its prompt takes `computed_s` to compute."""
         loads, adapter = False, request.adapter
         if adapter:
             code = int(self.told.adapters.row(adapter)[index])
@@ -314,8 +314,8 @@ class FleetView:
         self.open_of[request.tenant] += 1
 
     def end(self, name: str, request: RoutedRequest, num_tokens: int | None) -> None:
-        """A request left a node: it has ended with so many tokens of output, or, None, before its
-        end, as it moves or its client is gone."""
+        """A request has left a node: it ended with `num_tokens` of output, or (None) it moves or
+        its client is gone."""
         self.open_of[request.tenant] -= 1
         if not self.open_of[request.tenant]:
             del self.open_of[request.tenant]
@@ -347,8 +347,8 @@ class FleetView:
 
     @property
     def wait_s(self) -> Floats:
-        """Until a request that comes now would begin to be computed, by node; less than 0 where
-        nothing has been queued for so long."""
+        """How long a request that comes now would wait until it is computed, by node; less than 0
+        where the queue has been empty, for that long."""
         self.heed()
         wait_s: Floats = self._queues[1] - self._now
         return wait_s
@@ -368,8 +368,8 @@ class FleetView:
         return self._crowd.weights(self.closed_s, self._now)
 
     def load_and_rows_s(self, request: RoutedRequest) -> tuple[Floats, Floats]:
-        """Until a request's adapter is on the device, by node; and what an answer with it adds to
-        all the steps in which it takes part, together, which is valid until the next call."""
+        """By node, the seconds until a request's adapter is on the device, and what an answer with
+        it adds to all its steps together. The latter array is valid until the next call."""
         codes = self.codes(request.adapter)
         fixed_s, byte_s, rows_s = self.told.table.lines(codes)
         load_s: Floats = byte_s * request.adapter_bytes

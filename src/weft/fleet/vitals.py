@@ -7,7 +7,7 @@ import time
 from weft.core.messages import Pulse
 
 HANG_S = 8.0
-"""What does not get on for this long counts as hanging."""
+"""What makes no progress for this long counts as hanging."""
 PARTS = {
     "step": "the engine has been at one step for {:.0f} s",
     "loaders": "the threads that load adapters have not got on for {:.0f} s",

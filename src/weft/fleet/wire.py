@@ -48,7 +48,7 @@ class Hello:
     """The first message of a link to another node: who sends its requests over it."""
 
     client: str
-    """It is the same on all links of a process, and that of no other process."""
+    """The id of that process, the same on all of its links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,14 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Take no more requests, so that those who have some there take them elsewhere; or do again."""
+    """Take no more requests, so that clients move those that they have there; or serve again."""
 
     draining: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Be idle, as long as the other nodes can serve all that there is; or serve again."""
+    """Be idle, as the other nodes can serve all requests; or serve again."""
 
     idle: bool
 
@@ -105,7 +105,7 @@ class FilePiece:
     """The answer to GetPiece; those of one link come in the order in which they were asked for."""
 
     data: bytes | None
-    """None: the node has not got it, or has too much to do."""
+    """None: the node does not have it, or has too much to do."""
 
 
 Down = Command | Hello | Beat | Drain | Rest | GetPiece

@@ -1,4 +1,4 @@
-"""Who starts the nodes of a cluster: processes of this machine, Ray, or somebody else.
+"""Launchers start the nodes of a cluster: as processes of this machine, or on Ray.
 
 Each node is a `weft serve --fleet ...`. A launcher keeps nodes running and knows where they are.
 The nodes arrange among themselves what they do.
@@ -20,9 +20,9 @@ FLEET_PORT = 7070
 """The port at which the first node of a machine is reached by others; HTTP has 8000."""
 
 ON_RAY: Final = {"on": "ray"}
-"""What the folder of a cluster on Ray says."""
+"""The content of the file that describes a cluster, if it is on Ray."""
 NODE = "node-"
-"""The names of nodes are this and their numbers, from 0 on."""
+"""A node's name is this and the node's number, from 0 on."""
 
 State = Literal["unplaced", "starting", "up", "not ready", "ended"]
 """unplaced: no machine of a Ray cluster has room for it yet. not ready: it was up, and takes no
@@ -66,7 +66,7 @@ class ClusterArgs:
     num_gpus: float = 0
     """The same. A node that takes several has all of them on one machine."""
     flags: tuple[str, ...] = ()
-    """Further ones, of `weft serve`."""
+    """Further flags of `weft serve`."""
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> ClusterArgs:
@@ -79,7 +79,7 @@ class ClusterArgs:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What Ray is to have free on a machine for a node."""
+        """What must be free on a machine for Ray to place a node there."""
         wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus}
         return {name: number for name, number in wanted.items() if number}
 
@@ -90,7 +90,7 @@ class ClusterArgs:
     def command(
         self, name: str, members: Path, key: Path, host: str, port: int, fleet_port: int
     ) -> list[str]:
-        """The arguments of `weft` for a node that others find at `host`. `members` lists them."""
+        """The arguments of `weft` for a node that others reach at `host`; `members` lists all."""
         return [
             *("serve", self.model, "--host", host, "--port", str(port)),
             *("--registry", self.registry, "--fleet", str(members), "--fleet-key", str(key)),
@@ -99,13 +99,13 @@ class ClusterArgs:
 
 
 def fleet_port_of(args: ClusterArgs, port: int) -> int:
-    """Where the node with this HTTP port is reached by other nodes."""
+    """The port at which other nodes reach the node with this HTTP port."""
     return FLEET_PORT + port - args.port
 
 
 class ClusterFolder:
-    """What a machine knows of a cluster: what its nodes were started with, and their secret. Of a
-    cluster on Ray it knows only that: `weft.fleet.launchers.ray_state` has the rest."""
+    """A machine's folder of a cluster: what its nodes are started with, and their secret. For one
+    on Ray it says only that it is there; `weft.fleet.launchers.ray_state` has the rest."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -114,7 +114,7 @@ class ClusterFolder:
         self.key = path / "key"
 
     def create(self, args: ClusterArgs) -> None:
-        """Raises ConfigError if a cluster of that name is there, or the folder can't be made."""
+        """Raises ConfigError if the folder has a cluster with nodes already, or can't be made."""
         if self._file.exists() and not self.is_on_ray and self.read().num_nodes:
             message = f"there is a cluster in {self.path}; end it with weft cluster scale 0"
             raise ConfigError(message, "name")
@@ -129,7 +129,7 @@ class ClusterFolder:
         self._write(args)
 
     def point_to_ray(self) -> None:
-        """From now on the cluster of that name is one on Ray."""
+        """Say that the cluster is on Ray from now on."""
         self.path.mkdir(parents=True, exist_ok=True)
         _write_whole(self._file, json.dumps(ON_RAY))
 
@@ -145,7 +145,7 @@ class ClusterFolder:
             raise ConfigError(f"{self._file} does not describe a cluster", "name") from None
 
     def _said(self) -> Any:
-        """What the file says. Raises ConfigError."""
+        """The content of `cluster.json`. Raises ConfigError."""
         try:
             return json.loads(self._file.read_text("utf-8"))
         except FileNotFoundError:
@@ -159,7 +159,7 @@ class ClusterFolder:
         self._write(replace(self.read(), num_nodes=num_nodes))
 
     def tell_members(self, addresses: Sequence[str]) -> None:
-        """`addresses`: HOST:PORT each."""
+        """Write the file `members`. `addresses`: HOST:PORT each."""
         _write_whole(self.members, "".join(f"{address}\n" for address in addresses))
 
     @property
@@ -171,7 +171,7 @@ class ClusterFolder:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Whoever reads it sees the old content or the new one."""
+    """Write a file whose readers see either the old content or the new one."""
     part = path.with_suffix(".new")
     part.write_text(text)
     part.replace(path)

@@ -13,7 +13,7 @@ from weft.fleet.launchers.local import is_ready
 
 
 def find_urls(where: str) -> list[str]:
-    """The nodes of a list `HOST:PORT,...`, of a file with one in each line, or of a name in DNS
+    """The URLs of nodes from a list `HOST:PORT,...`, a file with one in each line, or a name in DNS
     that has an address for each. Raises ConfigError, Unreachable."""
     text, path = where.replace(",", "\n"), Path(where)
     try:

@@ -29,7 +29,7 @@ MAX_FAILED = 3
 """While no node has been ready yet, one that ends so often is not started again."""
 LAST_LINES = 5
 ERROR = "weft: error: "
-"""What a command begins its last line with that was not to be started like this."""
+"""Begins the last line of a command that says itself why it could not go on."""
 
 
 def is_ready(url: str) -> bool:
@@ -54,7 +54,7 @@ class _Running:
 
 
 def _pause_s(node: _Running) -> float:
-    return min(2.0 ** min(node.restarts, 10), MAX_PAUSE_S)  # more is no number at some time
+    return min(2.0 ** min(node.restarts, 10), MAX_PAUSE_S)  # a large power would overflow
 
 
 class LocalLauncher:
@@ -84,7 +84,7 @@ class LocalLauncher:
         self._tell()
 
     def stop_all(self) -> None:
-        """All at a time."""
+        """Stop all nodes at the same time."""
         for node in self._running.values():
             node.process.send_signal(signal.SIGTERM)
         for name in list(self._running):

@@ -30,12 +30,12 @@ class RayLauncher:
     """The nodes of one cluster, as actors."""
 
     def __init__(self, ray: Any, name: str) -> None:
-        """`name`: that of the cluster."""
+        """`name`: the cluster's."""
         self.state = RayState(ray, namespace_of(name))
         self._ray = ray
         self._namespace = namespace_of(name)
         self._pids: dict[str, set[int]] = {}
-        """Those that each node was seen to have had."""
+        """All process ids that each node was seen to have; each further one is a restart."""
 
     def start(self, name: str) -> None:
         if (plan := self.state.read()) is None:  # the cluster has ended
@@ -75,7 +75,7 @@ class RayLauncher:
         return Placed(name, place.url, "up" if place.is_ready else "starting", len(pids) - 1)
 
     def names(self) -> Sequence[str]:
-        """Those of the nodes that Ray knows, in their order."""
+        """The names of the nodes that Ray knows, by their numbers."""
         listed = self._ray.util.list_named_actors(all_namespaces=True)
         here = [each["name"] for each in listed if each["namespace"] == self._namespace]
         nodes = [name for name in here if name.startswith(NODE)]
@@ -99,7 +99,7 @@ class RayLauncher:
         return found
 
     def actor(self, kind: Callable[..., object], name: str, num_cpus: float, **options: Any) -> Any:
-        """What makes the actor of that name, unless it is there. Ray starts it again and again."""
+        """A class whose `remote` makes the actor `name` unless it is there; Ray restarts it."""
         return self._ray.remote(kind).options(
             name=name,
             namespace=self._namespace,

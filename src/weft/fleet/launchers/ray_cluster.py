@@ -1,4 +1,4 @@
-"""A cluster on Ray, as commands see it, and the actor that keeps the nodes that it should have.
+"""A cluster on Ray as commands see it, and the actor that keeps its nodes as they should be.
 
     weft cluster up, scale ──▶ Ray's store: what is to be ◀── controller ──▶ node-0, node-1, ...
     weft cluster status    ──▶ Ray's list of actors                          (actors)
@@ -114,7 +114,7 @@ class ControllerActor:
 
 
 class RayCluster:
-    """What commands do with the cluster of a name."""
+    """The cluster of a name, for commands."""
 
     def __init__(self, name: str) -> None:
         """Raises ConfigError if Ray is not there."""
@@ -129,8 +129,8 @@ class RayCluster:
         return self._launcher.list()
 
     def create(self, args: ClusterArgs) -> None:
-        """Let there be such a cluster from now on; its controller starts the nodes. Raises
-        ConfigError if there is one of that name."""
+        """Store what the cluster should be; its controller starts the nodes. Raises ConfigError if
+        there is one with this name."""
         if not self._state.create(Plan(args, secrets.token_hex(32))):
             message = f"there is a cluster {self._name!r} on Ray; end it with weft cluster scale 0"
             raise ConfigError(message, "name")

@@ -21,13 +21,13 @@ from weft.fleet.launchers.local import is_ready
 from weft.fleet.launchers.ray_state import RayState
 
 LOOK_S = 1.0
-"""How often a node looks who else is there."""
+"""The pause between two looks at which other nodes there are."""
 STOP_S = 60.0
-"""How long it may take to hand over its requests."""
+"""How long a node may take to hand over its requests and end."""
 
 
 def free_port(host: str, wanted: int) -> int:
-    """This port of the machine, or any other if something listens there, such as a node of another
+    """The port `wanted`, or a free one if something listens there, such as a node of another
     cluster."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections don't matter
@@ -52,7 +52,7 @@ class NodeActor:
     """One node. It ends when its server does, so that Ray starts it again."""
 
     def __init__(self, name: str, cluster: str) -> None:
-        """`cluster`: where Ray's store has what its nodes are started with."""
+        """`cluster`: see `RayState`. Raises RuntimeError if that cluster has ended."""
         import ray
 
         self._name, self._state = name, RayState(ray, cluster)
@@ -103,7 +103,7 @@ class NodeActor:
                 self._look()
 
     def _look(self) -> None:
-        """Bring the list of nodes up to date, which the server reads."""
+        """Bring the list of nodes that the server reads up to date."""
         members = {**self._state.members, self._name: self._address}
         if members != self._members:
             self._folder.tell_members(list(members.values()))

@@ -15,7 +15,7 @@ from weft.fleet.launchers import ClusterArgs
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a cluster is to be."""
+    """What a cluster should be."""
 
     args: ClusterArgs
     key: str
@@ -38,7 +38,7 @@ class RayState:
         return Plan(ClusterArgs.of(found["args"]), found["key"])
 
     def create(self, plan: Plan) -> bool:
-        """Whether this is the plan now: not if there is one that has nodes."""
+        """Store a plan, unless there is one with nodes. Returns whether it was stored."""
         before = self.read()
         if before is not None and not before.args.num_nodes:
             self.delete()
@@ -55,7 +55,7 @@ class RayState:
 
     @property
     def members(self) -> dict[str, str]:
-        """By name of a node: HOST:PORT at which other nodes reach it."""
+        """The HOST:PORT at which others reach each node, by the node's name."""
         content = self._store._internal_kv_get(self._members)
         return {} if content is None else dict(json.loads(content))
 
