@@ -30,7 +30,7 @@ _NAME_CHARS = re.compile(r"[\w.\-\[\]]{0,256}\n?")
 _NAME_MARKS = ("[CALL_ID]", "[ARGS]")
 _PART_CHARS = 1 << 12
 _LONG = 64
-"""Characters of white space that wait, after which it is not looked at again for each more."""
+"""White space of more characters than this waits aside, so that no piece searches it again."""
 
 TextKind = Literal["content", "reasoning"]
 

@@ -84,7 +84,7 @@ class HarmonyParser:
         return True
 
     def _begin_content(self) -> bool:
-        """What comes has no header."""
+        """Read what comes as content without a header."""
         self._in_header, self._field = False, "content"
         return True
 

@@ -80,7 +80,7 @@ class JsonObject:
         return len(self._stack)
 
     def feed(self, char: str) -> bool:
-        """Whether the text so far is the beginning of an object, or a whole one."""
+        """Read a character. Returns whether the text so far is an object, or begins one."""
         if self._expected in ("string", "key string"):
             return self._in_string(char)
         if self._token:

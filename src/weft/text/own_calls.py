@@ -33,10 +33,10 @@ class GemmaCall(ReadCall):
         """What was read of a key, a value or text that has not ended."""
         self._open: list[str] = []
         self._expected = "key"
-        """A key, a value, or the end of one."""
+        """What comes next: "key", "value", or "end", that of a value."""
         self._in_text = False
         self._follows = False
-        """Whether a comma parts what comes next from what was read."""
+        """Whether a comma is to be written before the next key or value."""
 
     def feed(self, char: str) -> bool:
         """Whether it may still be a call."""
@@ -91,7 +91,7 @@ class GemmaCall(ReadCall):
         return bool(key)
 
     def _end(self, value: str, char: str) -> bool:
-        """The end of a value, with what comes after it. A comma is written with what it parts."""
+        """Take the end of a value and what ends it. A comma is written with what follows it."""
         in_object = self._open[-1] == "{"
         if self._expected == "value" and (value or in_object):
             self._write(_as_json(value), "end")
@@ -108,7 +108,7 @@ class GemmaCall(ReadCall):
         return True
 
     def _write(self, text: str, expected: str) -> None:
-        """Write a key, or all or the beginning or end of a value."""
+        """Add a key, or all or the beginning or end of a value, to the arguments."""
         self.arguments += f", {text}" if self._follows else text
         self._token, self._expected, self._follows = [], expected, expected == "end"
 

@@ -22,7 +22,7 @@ class TokenReader(ABC):
 
     @abstractmethod
     def mark_id(self, mark: str) -> int | None:
-        """The token that this mark of calls or reasoning is, or None if it is not one token."""
+        """The id of this mark of calls or reasoning; None if it is not a single token."""
 
     @abstractmethod
     def piece(self, token_id: int) -> str | None:
@@ -31,7 +31,7 @@ class TokenReader(ABC):
     @property
     @abstractmethod
     def chat_template(self) -> str | None:
-        """The text of the chat template, or None. The one for tools comes before the default."""
+        """The text of the chat template, or None. Of several, it is that for tools, if any."""
 
     @abstractmethod
     def template_for(self, tools: object) -> str:

@@ -38,7 +38,7 @@ def template_options(
     tools: Sequence[Mapping[str, Any]] | None = None,
     continue_final_message: bool = False,
 ) -> dict[str, Any]:
-    """What `apply_chat_template` of transformers gets beside the messages.
+    """The arguments that `apply_chat_template` of transformers gets beside the messages.
 
     `tools` are functions in OpenAI's form. With `continue_final_message` the prompt ends inside
     the last message, which the output continues. Raises InvalidRequest when there is no template,
@@ -83,7 +83,7 @@ def joined_text(parts: Sequence[Any], where: str) -> str:
 
 @cache
 def _reserved() -> frozenset[str]:
-    """What templates get from us, and what is for transformers, not for them."""
+    """Names that `template_kwargs` may not have: we give these to templates or to transformers."""
     from transformers import PreTrainedTokenizerBase
 
     named = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
@@ -96,7 +96,7 @@ def render(
     """The text of a conversation. `hf` is a tokenizer of transformers, whose own template is used
     if `template` is None.
 
-    Arguments of earlier calls may be JSON text: templates get what it stands for. Raises
+    Arguments of earlier calls may be JSON text: templates get the object that it stands for. Raises
     InvalidRequest when the template refuses the messages.
     """
     try:

@@ -39,9 +39,9 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
 def _plain_config(path: str, revision: str | None) -> Any | None:
     """The model's configuration as transformers' plain class, or None.
 
-    Where the tokenizer's class is named, AutoTokenizer wants no more of the model than the fields
+    Where the tokenizer's class is named, AutoTokenizer needs no more of the model than the fields
     of config.json. Left to itself, it imports the configuration's own class, and with it so much
-    of torch, where there is torch, that it takes two seconds.
+    of torch, if that is installed, that it takes two seconds.
     """
     from transformers import PreTrainedConfig
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -224,7 +224,7 @@ def bad_token_ids(
 
 
 def _shortest(sequences: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """The sequences that end in no other one: a longer one is forbidden by the shorter."""
+    """The sequences that no other one is the end of: a shorter one forbids the longer one."""
     kept: list[tuple[int, ...]] = []
     for backwards in sorted(sequence[::-1] for sequence in sequences):
         if not kept or backwards[: len(kept[-1])] != kept[-1]:

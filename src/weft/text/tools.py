@@ -25,13 +25,13 @@ class ToolFormat:
     bare: bool = False
     """Whether an output may begin with a call that has no mark."""
     arguments: str = "arguments"
-    """The key that the family's own templates use; both this and the other are read."""
+    """The arguments' key in the family's own templates; "arguments" and "parameters" are read."""
     lists: bool = False
     """Whether calls may also be a JSON list, or a name before its arguments."""
     inner: tuple[str, ...] = ()
     """Marks inside of calls."""
     name: str = "name"
-    """The key of a call's name that the family's own templates use; others are read, too."""
+    """The key of a call's name in the family's own templates; others are read, too."""
     syntax: Literal["json", "xml", "gemma", "python", "named"] = "json"
     """json: an object. xml: `<function=name>` with `<parameter=key>`. gemma: `call:name{key:value}`
     with marks for quotes. python: `name(key=value)`. named: a tool's name, a line break and a JSON
@@ -118,10 +118,10 @@ def detect_tool_format(chat_template: str) -> str | None:
 
 
 def tools_schema(tools: list[dict[str, Any]], format: str, name: str | None) -> StructuredOutputs:
-    """What makes the model call: one of `tools` (OpenAI's form), or the one called `name`.
+    """The form that makes the model call one of `tools` (OpenAI's form), or the one named `name`.
 
-    Its arguments satisfy the function's own schema, and the whole is what the format's parser
-    reads. Raises InvalidRequest for a name that no tool has, for a tool without a function, and for
+    The arguments satisfy the function's own schema, and the format's parser reads the whole call.
+    Raises InvalidRequest for a name that no tool has, for a tool without a function, and for
     a schema that calls of this format can't be held to.
     """
     functions = [_function(tool) for tool in tools]

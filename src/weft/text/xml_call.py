@@ -26,7 +26,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 class XmlCall(ReadCall):
-    """What is read of one call. Its arguments become JSON, parameter by parameter."""
+    """Reads one such call. Its arguments become JSON, parameter by parameter."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         """`schemas`: the JSON schema of each parameter by name, by function."""
@@ -38,7 +38,7 @@ class XmlCall(ReadCall):
         self._value: list[str] = []
 
     def feed(self, char: str) -> bool:
-        """Whether it may still be a call."""
+        """Read a character. Returns whether the text may still be a call."""
         if self._key is not None:
             self._value.append(char)
             if char == ">" and "".join(self._value[-len(_END_PARAMETER) :]) == _END_PARAMETER:
@@ -54,7 +54,7 @@ class XmlCall(ReadCall):
         return _END.startswith(self._tag) or self._in_tag(_PARAMETER, char)
 
     def _in_tag(self, begin: str, char: str) -> bool:
-        """Whether the tag may be, or is, one that begins so and holds a name."""
+        """Whether the tag is, or may become, `begin`, a name and ">"; keeps a whole one's name."""
         tag = self._tag
         if not tag.startswith(begin):
             return begin.startswith(tag)
@@ -78,14 +78,14 @@ class XmlCall(ReadCall):
 
 
 def is_bare(schema: Any) -> bool:
-    """Whether a model writes a value as text without quotes: it is text, of any kind or listed."""
+    """Whether a model writes a value of this schema without quotes: any string, or a listed one."""
     if not isinstance(schema, dict):
         return False
     return schema.get("type") == "string" and _NOT_BARE.isdisjoint(schema)
 
 
 def _to_json(value: str, schema: Any) -> str:
-    """A value as JSON: text, unless the schema asks for something else and the value is that."""
+    """A value as JSON: a string, unless the schema allows another type and the value has it."""
     text = _PYTHON.get(value.strip(), value.strip())
     if isinstance(schema, dict) and not is_bare(schema) and is_json(text):
         kinds = _kinds(schema)
