@@ -291,10 +291,10 @@ class LoraStep(Protocol):
         """Add the adapters' part to the logits of the sampled rows."""
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
-        """The rows of a layer's experts: which of the step's rows each is of, and which expert it
-        goes through, int64 (P,). Ordered by expert, then by slot; behind these may be rows of
-        expert -1, which no adapter changes. On a GPU, an operation that does
-        not start early comes between this and `linear`, which reads at once what is made here."""
+        """The adapters' part of a layer's experts, for pairs of a row of the step and an expert,
+        int64 (P,) each. They are ordered by expert, then by slot; behind them may be pairs with
+        expert -1, which no adapter changes. On a GPU, an operation that does not start early comes
+        between this and `linear`, which reads at once what is made here."""
 
 
 class NormStep(Protocol):

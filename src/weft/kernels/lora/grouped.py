@@ -41,9 +41,9 @@ class _Bags(NamedTuple):
     """What is added up for each tile of each row; int32."""
 
     ranks_E: Tensor
-    """The numbers of v, flat, that are the weights."""
+    """For each entry, the index of its weight in v, flat."""
     rows_E: Tensor
-    """The rows of B."""
+    """For each entry, its row of B."""
     starts_X: Tensor
     """Where the entries of each bag begin, (T * G,)."""
 
@@ -67,7 +67,7 @@ class _Stack:
     """Stacks of a set with equal keys have equal places."""
 
     def bags(self, segments: tuple[Segment, ...]) -> _Bags:
-        """Those of the rows from the first segment on."""
+        """The bags of the rows from the first segment on."""
         adapters = [self.order[s.slot] for s in segments]
         places_3TG = self.places_3SG[:, adapters].repeat([s.stop - s.start for s in segments], 1)
         places_3TG[1] += np.arange(places_3TG.shape[1])[:, None] * self.a_IR.shape[1]
@@ -91,10 +91,10 @@ class _StackSet:
     rows: tuple[object, ...] = ()
     """How many rows the last step had, all and sampled ones, and their segments."""
     bags: dict[tuple[bytes, bool], _Bags] = field(default_factory=dict)
-    """Those of the last step's rows, by a stack's key and whether they are the sampled ones."""
+    """The bags of the last step's rows, by a stack's key and whether these are the sampled ones."""
 
     def begin(self, batch: LoraBatch) -> None:
-        """Forget the bags if a step has its rows elsewhere than the last one."""
+        """Forget the bags unless a step has the same segments of rows as the last one."""
         sizes = len(batch.slot_T), len(batch.slot_N)
         rows = (*sizes, batch.segments, batch.sampled_segments)
         if rows != self.rows:

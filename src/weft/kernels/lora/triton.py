@@ -283,7 +283,7 @@ class TritonStep(LoraStep):
         )
 
     def _arguments(self, group: int, rows: Tensor) -> tuple[tuple[int, ...], dict[str, int]]:
-        """What shrink and expand take alike: their numbers, from `group` on, and constants."""
+        """Arguments that shrink and expand share: the numbers from `group` on, and constants."""
         assert rows.stride(1) == 1
         backend, pool, tuning = self._backend, self._backend.pool, self._backend.tuning
         of = pool.table.groups[group]
@@ -299,5 +299,5 @@ class TritonStep(LoraStep):
         return (group, of.slices[0].slice, rows.stride(0), *sizes), constants
 
     def _grid(self, programs: int, most: int) -> tuple[int]:
-        """The grid of so many programs for each processor, where there is work for them."""
+        """A grid of `programs` for each processor, but of no more than `most` in all."""
         return (min(programs * processors(self._backend.pool.arena.device), most),)

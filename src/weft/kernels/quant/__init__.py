@@ -25,12 +25,12 @@ class Format:
     maker: str
     """`module:function` of what makes a `Weight` of a matrix (O, I); imported when first used."""
     rounds_inputs: bool
-    """Whether inputs are rounded too. Sums in another order may then round one otherwise, so that
-    results can't be compared closely."""
+    """Whether inputs are rounded too. An input that was summed in another order may then be rounded
+    otherwise, so that results can't be compared closely."""
     help: str
     by_projection: bool = False
     """Whether each projection of a packed matrix is put into the format on its own, and stays
-    dense. Then it can't be done to a rank's share."""
+    dense. Then a rank's share alone can't be put into it."""
 
     def quantize(self, matrix_OI: Tensor) -> Weight:
         """Put a matrix (O, I) into this format, on the device where it is."""

@@ -37,8 +37,8 @@ def quantize_dynamic(weight_OI: Tensor) -> Fp8Weight:
 
 
 def check_products(device: torch.device, inputs: int, dtype: torch.dtype) -> None:
-    """Raises ConfigError unless a GPU has products with fp8, for so many inputs, whose results are
-    of this dtype."""
+    """Raises ConfigError unless the GPU multiplies matrices in fp8 with this number of inputs and
+    results of this dtype."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     if capability < (8, 9):
         what = "needs a GPU of compute capability 8.9 or later; fp8-weight-only does not"
@@ -57,11 +57,11 @@ class Fp8Weight:
     q_OI: Tensor
     """float8_e4m3fn, filled up to whole units of outputs with rows of zeros."""
     scale_O: Tensor
-    """float32, as many."""
+    """float32, one for each row of `q_OI`."""
     dense_OI: Tensor | None
     """The values in the serving dtype on a CPU, which has no products with fp8; else None."""
     shape: torch.Size
-    """Without what it is filled up with."""
+    """The matrix's own, without the rows of zeros."""
 
     @property
     def num_bytes(self) -> int:

@@ -58,7 +58,7 @@ def _words_layout(columns, warps):
 
 @gluon.constexpr_function
 def _blocks_layout(columns, warps):
-    """The same for words that come in blocks of 64 rows."""
+    """`_words_layout` for words that come in blocks of 64 rows."""
     flat = _words_layout(columns, warps)
 
     def in_blocks(bases):
@@ -75,7 +75,7 @@ def _blocks_layout(columns, warps):
 
 @gluon.constexpr_function
 def _scales_layout(columns, warps):
-    """The same for one number of each row."""
+    """`_words_layout` for one number of each row."""
     flat = _words_layout(columns, warps)
 
     def of_rows(bases):
@@ -117,7 +117,7 @@ def _two_chunks(w, s, r, like, CODE: gl.constexpr, i: gl.constexpr, BLOCK_O: gl.
 
 @gluon.jit
 def _expect_block(w_there, s_there, at, there, GROUPS: gl.constexpr, BLOCK_O: gl.constexpr):
-    """Say how many bytes of a block's words and scales will come, if it is `there`."""
+    """Say how many bytes of a block's words and scales will come, if there is such a block."""
     mbarrier.expect(w_there.index(at), BLOCK_O * 128, pred=there)
     mbarrier.expect(s_there.index(at), BLOCK_O * 4 * GROUPS, pred=there)
 
@@ -127,7 +127,7 @@ def _copy_block(
     w_desc, s_desc, ws, ss, w_there, s_there, at, block, o_tile, there,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """Ask for them, to place `at`."""
+    """Begin to copy a block's words and scales to place `at`, if there is such a block."""
     _copy(w_desc, [o_tile // 64, block * 64, 0], w_there.index(at), ws.index(at), pred=there)
     for g in gl.static_range(GROUPS):
         _copy(
@@ -376,7 +376,7 @@ class Cost(NamedTuple):
 
 
 FORMS = {ManyRowsForm(256, 64, 4, 3): Cost(0.73, 5.3), ManyRowsForm(128, 128, 3, 3): Cost(1.0, 2.4)}
-"""What there is to choose from."""
+"""The forms to choose from."""
 
 
 def cut(num_rows: int, weight: PackedMatrix, processors: int) -> ManyRowsForm | None:
@@ -399,7 +399,7 @@ def cut(num_rows: int, weight: PackedMatrix, processors: int) -> ManyRowsForm | 
 
 
 def _library_us(num_rows: int, outputs: int, inputs: int) -> float:
-    """What it takes to write the values and to multiply them. Up to 512 rows it is always more."""
+    """Microseconds to write the values and multiply them; infinite up to 512 rows: always more."""
     if num_rows <= 512:
         return float("inf")
     return outputs * inputs * (0.75e-6 + num_rows * 2.6e-9)

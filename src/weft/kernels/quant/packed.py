@@ -99,12 +99,12 @@ class Codes:
 
 
 def step_of(coding: Coding) -> int:
-    """How many inputs a row of a block has."""
+    """How many inputs a row of a block of words has."""
     return COLUMNS * 32 // BITS[coding]
 
 
 def has_layout(codes: Codes) -> bool:
-    """Whether the layout is for such a shape."""
+    """Whether matrices and groups of this shape can have the layout."""
     (outputs, inputs), step, group = codes.codes_OK.shape, step_of(codes.coding), codes.group
     if outputs % ROWS or inputs % step or group % COLUMNS:
         return False
@@ -164,14 +164,14 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def offset_of(coding: Coding, scale_dtype: torch.dtype) -> tuple[torch.dtype, int]:
-    """The dtype in which a kernel takes zeros off, and what it has added to codes before: a power
-    of two, below whose first bit their bits are put."""
+    """The dtype in which a kernel subtracts zeros, and the power of two that it has added to codes
+    by then, as it puts their bits below the first bit of that."""
     short = coding == "int4" and scale_dtype == torch.bfloat16
     return (torch.bfloat16, 128) if short else (torch.float16, 1024)
 
 
 def scale_words(coding: Coding, scale_GO: Tensor, zero_GO: Tensor | None) -> Tensor:
-    """int32 (G, O): a float, or a 16-bit float and above it what takes the zero off."""
+    """Scales for kernels, int32 (G, O): fp32, or a 16-bit float below what takes the zero off."""
     if scale_GO.dtype == torch.float32:
         return scale_GO.view(torch.int32)
     words = scale_GO.view(torch.int16).int() & 0xFFFF
@@ -208,7 +208,7 @@ class PackedMatrix:
         return self.words.nbytes + self.scales_GO.nbytes
 
     def with_wide_scales(self) -> Self:
-        """The same floats with scales in float32; integers stay as they are."""
+        """The same matrix with scales in float32, if its codes are floats; else itself."""
         if self.coding != "e4m3" or self.scale_dtype == torch.float32:
             return self
         scale_GO = self.scales_GO.short().view(self.scale_dtype).float()

@@ -1,5 +1,5 @@
-"""A matrix in 16 or 32 bits, rounded to 4 or 8: each number to the nearest code of its group's
-scale, which is the greatest magnitude over that of the codes.
+"""Rounds a matrix in 16 or 32 bits to 4 or 8. A group's scale is its greatest magnitude over the
+greatest code, and each number becomes the nearest code times that scale.
 
 Shapes: O outputs, K inputs, G groups of inputs.
 """

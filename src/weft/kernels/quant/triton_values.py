@@ -73,7 +73,7 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 @cache
 def _code(coding: Coding, scale_dtype: torch.dtype, dtype: torch.dtype) -> tuple[str, ...]:
-    """For each chunk of a block, what makes values of its codes."""
+    """The PTX that makes values of codes, for each chunk of a block."""
     chunks, names = range(step_of(coding) // COLUMNS), (_NAMES[scale_dtype], _NAMES[dtype])
     if coding == "e4m3":
         return tuple(_e4m3(chunk, *names) for chunk in chunks)
@@ -170,12 +170,12 @@ _TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 
 
 def code_of(weight: PackedMatrix) -> tuple[str, ...]:
-    """What makes values of the codes of a weight, for each chunk of a block."""
+    """The PTX that makes values of a weight's codes, for each chunk of a block."""
     return _code(weight.coding, weight.scale_dtype, weight.dtype)
 
 
 def constants_of(weight: PackedMatrix) -> dict[str, object]:
-    """What all kernels take of a weight as constants."""
+    """The constants of a weight that all kernels take, by name."""
     first, added = offset_of(weight.coding, weight.scale_dtype)
     plain = (weight.coding == "e4m3", added, _TRITON[first], _TRITON[weight.scale_dtype])
     return {
