@@ -217,7 +217,7 @@ BIASED = ("qwen2", "glm4")
 MIXTURES = ("qwen3-moe", "qwen3.5-moe", "qwen3-next", "gemma4-moe", "gpt-oss", "mixtral")
 ONLY_EXPERTS = ("gpt-oss", "mixtral")
 CONVERTED = ("qwen3-moe", "mixtral")
-"""Those whose adapters of single experts peft reads too."""
+"""The families for which peft too reads adapters of single experts."""
 UNTIED = (
     *(
         "llama",
@@ -235,8 +235,8 @@ UNTIED = (
 )
 NEWER = ("olmo3", "smollm3", "granite", "gemma3", "gemma4", "glm4", "cohere2", "qwen3.5")
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral")
-"""Those that differ most in what adapters meet, to which the kinds are dealt; `make exhaustive`
-takes all kinds on all families."""
+"""The families that differ most in what adapters meet. Each kind is tried on some of these;
+`make exhaustive` tries all kinds on all families."""
 SERVED = (
     "llama-tied",
     "mistral",
@@ -260,14 +260,14 @@ class Kind:
     save: Mapping[str, Any] = field(default_factory=dict)
     """Options of save_pretrained."""
     change: Callable[[PeftModel], None] = lambda model: None
-    """What happens to the model after its weights were made random."""
+    """Changes the model after its weights were made random."""
     config: type[PeftConfig] = LoraConfig
     resize: int = 0
-    """Tokens that were added to the base's, or taken away."""
+    """How many tokens were added to the base's; negative: taken away."""
     dtype: torch.dtype = torch.float32
-    """Of the file."""
+    """The dtype of the file's tensors."""
     invocation: tuple[int, ...] = ()
-    """What must be in a prompt."""
+    """Tokens that must be in a prompt."""
 
     @property
     def changes_ends(self) -> bool:
@@ -276,9 +276,9 @@ class Kind:
         return named or bool(self.save or self.resize)
 
     def options_on(self, family: str) -> dict[str, Any]:
-        """Mixtral and gpt-oss have no MLP but their experts, peft has no DoRA of experts, and Phi-3
-        has one projection for q, k and v, and one for gate and up, as GLM-4 has for the latter.
-        Some have linear attention too, whose norm is none of those that can be saved."""
+        """The options as a family can have them: Mixtral and gpt-oss have no MLP but their experts,
+        peft has no DoRA of experts, Phi-3 has one projection for q, k and v, and one for gate and
+        up, as GLM-4 has, and the norm of linear attention is none of those that can be saved."""
         options = dict(self.options)
         if family in LINEAR:
             if (
@@ -315,13 +315,13 @@ FUSED = {
     "gpt-oss": (ROUTER,),
     "gemma4-moe": OF_LAYER,
 }
-"""By family: projections, and the one that it has in their place."""
+"""By family: a pattern for the projections that it lacks, and the one that it has instead."""
 GROWING = tuple(name for name in FAMILIES if name != "gemma4")
-"""Those to which tokens can be added: a second embedding has no rows for them."""
+"""The families to which tokens can be added. gemma4's second embedding has no rows for them."""
 
 
 def fused(value: Any, parts: str, whole: str) -> Any:
-    """An option with the name of one projection in place of those of its parts."""
+    """An option, with the fused projection `whole` in place of its `parts`."""
     if isinstance(value, list):
         return list(dict.fromkeys(fused(entry, parts, whole) for entry in value))
     if isinstance(value, dict):
@@ -336,7 +336,7 @@ def lora(targets: list[str] | str = ATTENTION, **options: Any) -> dict[str, Any]
 
 
 def change_embeddings(model: PeftModel) -> None:
-    """As if the base's own had been trained too, some rows of them."""
+    """Change some rows of the base's embedding and head, as if these had been trained too."""
     base = model.get_base_model()
     for module in (base.get_input_embeddings(), base.get_output_embeddings()):
         weight = getattr(module, "base_layer", module).weight
@@ -479,7 +479,7 @@ def make_base(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
 def make_adapter(
     base: PreTrainedModel, kind: Kind, folder: Path, family: str = "llama"
 ) -> PeftModel:
-    """Saved to `folder`, and what peft loads from there."""
+    """Save an adapter to `folder`. Returns what peft loads from there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's, of what is tied, saved along and so on
         resized = copy.deepcopy(base)
@@ -500,7 +500,7 @@ def make_adapter(
 
 
 def randomise(model: PeftModel) -> None:
-    """Change all that training would."""
+    """Make all weights random that training would change."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

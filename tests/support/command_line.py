@@ -17,13 +17,13 @@ from typer.testing import Result
 
 typer.testing._get_command = cache(typer.testing._get_command)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Those that a server handles."""
+"""The signals that a server handles."""
 
 
 class CliRunner(typer.testing.CliRunner):
     """After a command, this process logs as it did before, as the command's stderr is closed, and
-    Ctrl-C ends it. No engine starts before the command has been checked: if it is refused, another
-    test would get it.
+    Ctrl-C ends it. No engine starts before the command has been checked: if the command is refused,
+    another test would get that engine.
     """
 
     def invoke(self, *args: Any, **kwargs: Any) -> Result:

@@ -31,8 +31,8 @@ def tokens_of(events: list[TokenEvent]) -> list[int]:
 def assert_same_bits_at_any_cut(
     make_llm: MakeLLM, length: int = 6, word: str = "hello", **options: object
 ) -> None:
-    """What is told of logits, with --deterministic: of a request alone, and of the same that is cut
-    anywhere and goes on beside others, its prompt read in chunks."""
+    """With --deterministic, a request alone has the same log-probabilities, to the bit, as one that
+    is cut anywhere and goes on in another engine beside others, its prompt read in chunks."""
     adapters = {"a": ADAPTERS["numeronym"]}
     first = make_llm(adapters=adapters, deterministic=True, **options)
     few = {"max_num_batched_tokens": 24, "max_num_seqs": 12, "enable_prefix_caching": False}

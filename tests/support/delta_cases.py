@@ -103,8 +103,8 @@ def run_mixed(
 def read_with_guesses(
     shape: LinearConfig, layer: DeltaLayer, ops: Ops, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Decodes of two sequences, with right and wrong guesses and without any, and what each row
-    gives that proves right: so, and one by one."""
+    """Decodes of two sequences, with right and wrong guesses and without any. Yields what the right
+    rows give, computed with the guesses and one by one."""
     layer = placed(layer, device, dtype)
     width = sum(map(sum, shape.projections.values()))
     alone = allocate_states(shape, NUM_STATES, dtype, device)

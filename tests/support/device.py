@@ -77,7 +77,7 @@ def nearest(wanted: int, allowed: set[int]) -> int:
 
 
 def grammar_allows(output: Sequence[int]) -> set[int]:
-    """The only grammar there is: which tokens it allows hangs on all those before."""
+    """The tests' only grammar: the tokens that it allows depend on all those before."""
     digest = hashlib.blake2b(repr(list(output)).encode()).digest()
     return {token for token in range(VOCAB) if digest[token] % 4 == 0} or {0}
 

@@ -128,7 +128,7 @@ def check_only_those_to_blame_end(
     spoil: Callable[[pytest.MonkeyPatch], None],
     patch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever of the step fails: in its prompt, or at some token, alone or beside others."""
+    """Only bad requests end, whatever of the step fails: in a prompt or later, alone or not."""
     good = good_requests(refs)
     expected = outcomes(client, good)
     spoil(patch)

@@ -39,7 +39,7 @@ class Group:
 
 @dataclass(eq=False)
 class Call:
-    """What a call of an actor's method has come to, as a reference of Ray's."""
+    """The outcome of a call of an actor's method, as one of Ray's references."""
 
     value: Any = None
     error: Exception | None = None
@@ -48,7 +48,7 @@ class Call:
 
 @dataclass
 class Handle:
-    """What others have of an actor."""
+    """The handle by which others call an actor."""
 
     actor: Actor
 
@@ -70,13 +70,13 @@ class FakeRay:
     """The module `ray`."""
 
     num_gpus: float = 8
-    """Those of the one machine."""
+    """The GPUs of the one machine."""
     actors: dict[tuple[str, str], Actor] = field(default_factory=dict)
     """By namespace and name."""
     groups: dict[str, Group] = field(default_factory=dict)
     stored: dict[str, str] = field(default_factory=dict)
     made: list[object] = field(default_factory=list)
-    """All that ever was an actor."""
+    """The instances of all actors so far."""
 
     def __post_init__(self) -> None:
         self.exceptions = SimpleNamespace(RayError=RayError)

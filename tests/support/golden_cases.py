@@ -24,7 +24,7 @@ WORDS_EACH = 4 if "EXHAUSTIVE" in os.environ else 2
 WORD_TOKENS, LONG_TOKENS = 24, 10
 EOS = 2
 MIN_MARGIN = 1e-3
-"""Of logits, between the best token and the second, at every position of the oracle."""
+"""The oracle's best token leads the second by more than this, in logits, at every position."""
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 

@@ -49,7 +49,7 @@ class Model:
         changes: Mapping[str, object] | None = None,
         token_sizes: Sequence[int] = TOKEN_SIZES,
     ) -> None:
-        """`changes`: of the configuration. `token_sizes`: of the mixed steps to capture."""
+        """`changes`: to the configuration. `token_sizes`: those of the mixed steps to capture."""
         (folder / "config.json").write_text(json.dumps(CONFIG | dict(changes or {})))
         config = load_model_config(folder)
         self.device = torch.device(device)
@@ -127,13 +127,13 @@ def tensors_of(cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def with_states(inputs: StepInputs) -> StepInputs:
-    """The same for a model with recurrent states: each sequence has that of its row's number."""
+    """The inputs with recurrent states: each sequence has the state of its row's number."""
     return replace(inputs, state_S=inputs.row_T[inputs.query_start[:-1]])
 
 
 def with_guesses(inputs: StepInputs, states: list[int], lags: list[int]) -> StepInputs:
-    """The same with these states: where one stands again, the sequence is a guess. Each state lacks
-    so many tokens."""
+    """The inputs with the sequences' `states`; where one stands again, the sequence is a guess.
+    `lags`: how many tokens each state lacks."""
     return replace(inputs, state_S=np.array(states), lag_S=np.array(lags))
 
 

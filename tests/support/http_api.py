@@ -113,7 +113,7 @@ class EchoEngine:
                     self.aborted.append(request.request_id)
 
     def _pooled(self, request: EngineRequest) -> TokenEvent:
-        """How many tokens there are, the first and the last one; an adapter has more of them."""
+        """The number of tokens, the first and the last; an adapter adds its own to the prompt."""
         ids = [*request.prompt_ids]
         if request.adapter is not None:
             ids += self.adapters[request.adapter.digest]

@@ -66,7 +66,7 @@ def stream_of(request: EngineRequest) -> list[int]:
 
 
 class PretendedEngine:
-    """An engine that answers over a link to it at a time, a token of each request in each step."""
+    """An engine that answers over one link at a time, with a token of each request in each step."""
 
     def __init__(self, name: str, rng: random.Random) -> None:
         self.name = name
@@ -77,21 +77,21 @@ class PretendedEngine:
         self.stranded: tuple[str, ...] = ()
         self.kv_usage = 0.0
         self.controller = ""
-        """What it names in its reports."""
+        """The process that it names in its reports."""
         self.held: set[tuple[str, str]] = set()
         self.pinned: set[str] = set()
-        """The digests of which the last hold said so."""
+        """The digests whose last hold pinned them."""
         self.sources: list[AdapterSource] = []
-        """All that it was to hold."""
+        """The sources of all holds so far."""
         self.refuses: set[str] = set()
         """Digests that can't be read here."""
         self.registry_away = False
-        """Whether what is not held can't be had now."""
+        """Whether content that is not held can't be loaded now."""
         self.running: dict[str, tuple[EngineRequest, int]] = {}
         """The requests with how much output they have."""
         self.charged = 0
         self.labels: dict[str, str] = {}
-        """They are told from its next life on."""
+        """The labels that it reports from its next life on."""
         self._sender = ReportSender(name, 0)
 
     def begin(self) -> None:
@@ -225,7 +225,7 @@ class PretendedLink:
     async def join(self, timeout_s: float) -> None: ...
 
     def carry(self, most: int = 1 << 30) -> None:
-        """Bring so many messages of each direction to their ends."""
+        """Deliver at most `most` messages in each direction."""
         for _ in range(min(most, len(self.down))):
             command = self.down.popleft()
             if not self.cut and self.engine.link is self:

@@ -44,9 +44,9 @@ class ScriptedEngine:
         self.alive = True
         self.troubles: list[str] = []
         self.hangs = False
-        """After the script, forever."""
+        """Whether requests hang for ever after the script."""
         self.hung = asyncio.Event()
-        """A request has come to that."""
+        """Set when a request hangs."""
         self.script = [
             Event("", [5], num_cached_tokens=2, queue_s=0.0),
             Event("", [6, 7], finish_reason="length", num_cached_tokens=2),

@@ -7,7 +7,7 @@ import torch
 from weft.llm import RequestOutput
 
 TOLERANCE = 1e-3
-"""Of a log-probability in float32."""
+"""How far a log-probability in float32 may be from the oracle's."""
 
 
 @torch.inference_mode()

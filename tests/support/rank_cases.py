@@ -21,7 +21,7 @@ from weft.text import load_tokenizer
 
 
 def tokens(_: int, options: dict[str, object]) -> None:
-    """The golden workload's."""
+    """The golden workload gets the oracle's tokens."""
     part = interleaved(make_workload())
     with LLM(BASE, ADAPTERS, dtype="float32", num_blocks=512, **options) as llm:
         assert_right(run(llm, part), part)

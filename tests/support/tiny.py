@@ -30,8 +30,8 @@ tasks = _load_tasks()
 
 
 LONG = 20_000
-"""So many tokens take the model most of a minute. A request for all of them does not end by itself
-before a test that looks at it does."""
+"""This many tokens take the model most of a minute: a request for all of them does not end by
+itself before the test that looks at it does."""
 
 
 def long_base(to: Path) -> Path:
