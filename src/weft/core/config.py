@@ -235,12 +235,12 @@ def _typed(kind: type, name: str, value: object) -> Any:
     """The value of a field, which must have the field's type. A path may stand for a string, and a
     text for a size of memory."""
     given: object = str(value) if isinstance(value, Path) else value
+    hint = get_type_hints(kind)[name]
     if name in BYTES and isinstance(given, str):
         try:
-            given = parse_memory(given) if name == "adapter_memory" else parse_bytes(given)
+            given = parse_memory(given) if float in get_args(hint) else parse_bytes(given)
         except ValueError as error:
             raise ConfigError(f"{name}: {error}", name) from None
-    hint = get_type_hints(kind)[name]
     if not _is_of(given, hint):
         choices = get_args(hint) if get_origin(hint) is Literal else ()
         known = ", ".join(map(str, choices))
