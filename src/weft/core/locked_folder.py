@@ -1,4 +1,4 @@
-"""A temporary folder in which processes meet, which does not outlive them for long."""
+"""A temporary folder in which processes meet, and that does not outlive them for long."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _LOCK = "lock"
 
 
 class LockedFolder:
-    """A folder that only this user can enter. It is locked while its process lives, so that what a
-    killed process left is known, and removed when the next one is made."""
+    """A folder that only this user can enter. It is locked while its process lives. So the folder
+    of a killed process is recognised, and removed when the next folder is made."""
 
     def __init__(self, prefix: str) -> None:
         """`prefix`: how the names of such folders begin."""
@@ -24,7 +24,7 @@ class LockedFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """Any number of repetitions does no harm."""
+        """Remove the folder. A second call does nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)

@@ -34,8 +34,8 @@ MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
 
 
 def key_to_send(context: typer.Context, param: typer.CallbackParam, given: str | None) -> str:
-    """The key itself, or "": WEFT_API_KEY may be what a server takes there, `NAME=KEY,KEY`, and
-    then the first of its keys is sent."""
+    """The key to send, or "" for none. WEFT_API_KEY may hold a server's list, `NAME=KEY,KEY`; then
+    the first key is sent, without its name."""
     source = context.get_parameter_source(param.name or "")
     if not given or source is None or source.name != "ENVIRONMENT":
         return given or ""

@@ -17,7 +17,7 @@ Templates = str | dict[str, str]
 
 
 def template_for(templates: Templates, tools: object) -> str:
-    """The template for a conversation with these tools, or without any."""
+    """The template for a conversation with these tools; none are there if `tools` is empty."""
     if isinstance(templates, str):
         return templates
     names = ("tool_use", "default") if tools else ("default", "tool_use")

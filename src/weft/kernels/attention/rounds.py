@@ -33,8 +33,8 @@ class Rounds(NamedTuple):
 
 
 def rows_at_once(shared_bytes: int, num_rows: int, row_bytes: int, dtype: torch.dtype) -> int:
-    """How many of a tile's rows a program has. In fp32, which is multiplied from shared memory,
-    that is a part where all leave no room for two rounds of the fewest tokens and their weights."""
+    """How many rows of a tile one program takes: all of them, if they fit. In fp32, whose operands
+    lie in shared memory, several programs may have to divide a tile's rows among them."""
 
     def taken(num: int) -> int:
         return (num + 2 * FEWEST_TOKENS) * row_bytes + 4 * num * (FEWEST_TOKENS + 1)
