@@ -27,6 +27,7 @@ import logging
 import os
 import signal
 import struct
+import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ from typing import Any
 
 import triton
 from triton import AsyncCompileMode
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.jit import JITFunction
 
 from weft.core.processes import die_with_parent
@@ -77,6 +78,12 @@ def _launch_or_compile(
 
 
 JITFunction.run = _launch_or_compile
+
+
+def read_compiler() -> None:
+    """Begin to read Triton's compiler, on a thread of its own. Its hash is part of the key of every
+    kernel, and takes half a second, which the first kernel would otherwise wait for."""
+    threading.Thread(target=triton_key, name="weft-compiler", daemon=True).start()
 
 
 def tell_of_more() -> None:

@@ -206,7 +206,7 @@ def _cut(weight_OK: Tensor, num_rows: int) -> Cut:
         return found
     step, columns, many = _step(weight_OK), _COLUMNS if O % _COLUMNS == 0 else 32, num_rows > 32
     num_tiles, places = O // columns, processors(device)
-    if num_rows > 16 and O % 128 == 0 and num_tiles > 2 * places:
+    if num_rows > 16 and O % 128 == 0 and num_tiles > (places if many else 2 * places):
         # More programs would fill the device, so that adapters' would have to wait for the last.
         return Cut(64, 1, 5 if many else 6, columns=128)
     most, enough = 4 if num_tiles > 4 else 16, places * 2 // 3

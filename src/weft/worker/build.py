@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -84,6 +85,7 @@ def build_worker(
     """Load the model, allocate all memory and capture steps, on all ranks. Another thread calls
     `on_lost` when a rank is gone. Raises ConfigError, and EngineDead if a rank is gone."""
     if args.model.tensor_parallel_size == 1:
+        read_compiler(device_of(args.model.device))
         return _assemble(args, build_parts(args, stages, ALONE, partial(_load, args)))
     device = check_ranks(args)
     peers = Peers(args, on_lost)
@@ -123,10 +125,19 @@ def loading(args: EngineArgs, rank: int) -> Future[LoadedModel]:
             torch.set_num_threads(args.num_threads)
         return _load(args, rank)
 
+    read_compiler(device_of(args.model.device, rank))
     with_one = ThreadPoolExecutor(1, thread_name_prefix="weft-load")
     model = with_one.submit(load)
     with_one.shutdown(wait=False)
     return model
+
+
+def read_compiler(device: torch.device) -> None:
+    """Begin to read the compiler of kernels, if they will be compiled for this device."""
+    if device.type == "cuda" and find_spec("triton"):
+        from weft.kernels import compiling
+
+        compiling.read_compiler()
 
 
 def _load(args: EngineArgs, rank: int = 0) -> LoadedModel:

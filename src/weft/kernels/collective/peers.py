@@ -102,9 +102,9 @@ def open_inboxes(group: Ranks, row_bytes: int, device: torch.device) -> Inboxes:
     `row_bytes`. All ranks must call it, each with its own device."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    own = symmetric.empty(
-        Inboxes.bytes_of(group.size, row_bytes), dtype=torch.int8, device=device
-    ).fill_(-1)
+    size = Inboxes.bytes_of(group.size, row_bytes)
+    # `symmetric.empty` would first import sympy, for a second or more.
+    own = symmetric._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.int8, device).fill_(-1)
     handle = symmetric.rendezvous(own, dist.group.WORLD)
     inboxes = [handle.get_buffer(i, own.shape, own.dtype) for i in range(group.size)]
     inboxes[group.rank] = own  # the others do not own their memory
