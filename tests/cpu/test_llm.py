@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -595,6 +596,18 @@ def test_context_manager() -> None:
     ):
         with pytest.raises(EngineDead, match="closed"):
             call()
+
+
+def test_a_closed_llm_has_given_its_memory_back() -> None:
+    """The object may live on: in a notebook, its variable does."""
+    llm = LLM(BASE, num_threads=1, num_blocks=64)
+    stream = llm._client.run([EngineRequest("open", [1, 2, 3], GREEDY, seed=0)])
+    next(stream)
+    engine = weakref.ref(llm._client.engine)
+    llm.close()
+    assert engine() is None
+    assert [event.finish_reason for event in stream] == ["abort"]
+    llm.close()
 
 
 def test_a_forked_process_is_told_that_the_engine_is_not_there(llm: LLM) -> None:

@@ -21,6 +21,7 @@ from weft.core.tenants import Tenant
 from weft.engine.build import build_engine
 from weft.engine.engine import Engine
 from weft.engine.serve import WAIT_S
+from weft.worker.memory import give_back
 
 
 class _Inbox:
@@ -43,7 +44,7 @@ class DirectClient:
     def __init__(self, args: EngineArgs) -> None:
         """Raises ConfigError if the engine can't start like this."""
         self._wakeups: SimpleQueue[None] = SimpleQueue()
-        self._engine = build_engine(args, wake=lambda: self._wakeups.put(None))
+        self._engine: Engine | None = build_engine(args, lambda: self._wakeups.put(None))
         self.alive = True
         self._pid = os.getpid()
         self.troubles: tuple[str, ...] = ()
@@ -55,7 +56,7 @@ class DirectClient:
     @property
     def engine(self) -> Engine:
         """Raises EngineDead once it is closed, and in a process that was forked."""
-        if not self.alive:
+        if not self.alive or self._engine is None:
             raise EngineDead("this engine is closed")
         if os.getpid() != self._pid:
             raise EngineDead("this engine stayed in the process that this one was forked from")
@@ -89,7 +90,8 @@ class DirectClient:
         inbox = self._inboxes.pop(request_id, None)
         if inbox is not None:
             inbox.num_open -= 1
-            self._engine.apply(Abort(request_id))
+            if self._engine is not None:
+                self._engine.apply(Abort(request_id))
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         for event in self.run([request]):
@@ -126,8 +128,11 @@ class DirectClient:
 
     async def close(self) -> None:
         self.alive = False
-        if os.getpid() == self._pid:  # else its threads are not here, and its processes not ours
-            self._take(Tokens(self._engine.close()))
+        if self._engine is None or os.getpid() != self._pid:
+            return  # in a fork, its threads are not here, and its processes not ours
+        self._take(Tokens(self._engine.close()))
+        self._engine = None
+        give_back()
 
     def _step(self) -> None:
         reports = self.engine.step()

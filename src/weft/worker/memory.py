@@ -152,10 +152,15 @@ def total_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def free_bytes(device: torch.device) -> int:
-    """The free memory of a GPU, after this process has given back what it does not need."""
+def give_back() -> None:
+    """Give the memory that this process does not need any more back to the system and to GPUs."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def free_bytes(device: torch.device) -> int:
+    """The free memory of a GPU, after this process has given back what it does not need."""
+    give_back()
     return int(torch.cuda.mem_get_info(device)[0])
 
 
