@@ -179,7 +179,7 @@ class LLM:
             replace=True,
             pinned=pinned,
         )
-        return self._executor.run(publishing)
+        return self._executor.run(self._executor.to_the_end(publishing))
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter, and free its memory. Raises AdapterNotFound."""

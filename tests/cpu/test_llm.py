@@ -301,6 +301,50 @@ def test_an_exception_in_the_middle(llm: LLM) -> None:
     assert texts(llm.chat([ask("hello")] * 2, GREEDY, ["upper", "sort"])) == ["HELLO", "ehllo"]
 
 
+@pytest.mark.parametrize("doing", ["a step", "a load"])
+def test_ctrl_c_leaves_nothing_half_done(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, doing: str
+) -> None:
+    """The interrupted adapter gives its only place to another one."""
+    llm = make_llm(adapters={"upper": ADAPTERS["upper"]}, max_loras=1)
+    worker = llm._client.engine._worker
+    verb, whole = ("step", worker.step) if doing == "a step" else ("load", worker.load)
+
+    def interrupted(*args: Any) -> Any:
+        monkeypatch.setattr(worker, verb, whole)
+        flight = whole(*args)
+        signal.raise_signal(signal.SIGINT)
+        return flight
+
+    monkeypatch.setattr(worker, verb, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.chat(ask("hello"), GREEDY, "upper")
+    llm.load_adapter("sort", ADAPTERS["sort"])
+    outputs = llm.chat([ask("hello")] * 3, GREEDY, ["sort", None, "upper"])
+    assert texts(outputs) == ["ehllo", "hello?", "HELLO"]
+    llm._client.engine.check()
+
+
+def test_ctrl_c_while_an_adapter_is_registered(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load goes on, so that the adapter can be used, or unloaded."""
+    llm = make_llm(adapters={})
+    worker = llm._client.engine._worker
+    pack = worker.pack
+
+    def interrupted(source: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return pack(source)
+
+    monkeypatch.setattr(worker, "pack", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.load_adapter("upper", ADAPTERS["upper"])
+    assert texts(llm.chat(ask("hello"), GREEDY, "upper")) == ["HELLO"]
+    llm.unload_adapter("upper")
+    llm._client.engine.check()
+
+
 # -- seeds -------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import torch
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.config import EngineArgs
 from weft.core.errors import EngineDead, from_wire
+from weft.core.interrupts import interrupts_later
 from weft.core.messages import Abort, Hold, Reply, Report, SetTenants, Submit, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
@@ -38,7 +39,8 @@ class DirectClient:
     """EngineClient over an engine in this thread.
 
     Its coroutines never wait for an event loop: they step the engine until it has the answer.
-    Events of other requests that come meanwhile are kept for their readers.
+    Events of other requests that come meanwhile are kept for their readers. Ctrl-C raises its
+    KeyboardInterrupt between steps, so that no step is lost.
     """
 
     def __init__(self, args: EngineArgs) -> None:
@@ -74,16 +76,18 @@ class DirectClient:
             for request in requests:
                 self._inboxes[request.request_id] = inbox
                 inbox.num_open += 1
-                self._take(self.engine.apply(Submit(request)))
+                with interrupts_later():
+                    self._take(self.engine.apply(Submit(request)))
             while inbox.events or inbox.num_open:
                 if inbox.events:
                     yield inbox.events.popleft()
                 else:
                     self._step()
         finally:
-            for request in requests:
-                if self._inboxes.get(request.request_id) is inbox:
-                    self.abort(request.request_id)
+            with interrupts_later():
+                for request in requests:
+                    if self._inboxes.get(request.request_id) is inbox:
+                        self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
         """End a request without a further event, if it is open."""
@@ -135,9 +139,10 @@ class DirectClient:
         give_back()
 
     def _step(self) -> None:
-        reports = self.engine.step()
-        for report in reports:
-            self._take(report)
+        with interrupts_later():
+            reports = self.engine.step()
+            for report in reports:
+                self._take(report)
         if not reports and not self.engine.working:
             with suppress(Empty):
                 self._wakeups.get(timeout=WAIT_S)

@@ -21,6 +21,7 @@ from weft.checkpoint.heads import read_head
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource, ClassHead
 from weft.core.errors import AdapterUnavailable, EngineDead, WeftError
 from weft.core.folders import Folder, read_aside
+from weft.core.interrupts import interrupts_later
 from weft.core.messages import EngineClient
 from weft.core.tenants import Tenant
 from weft.registry import AdapterRegistry, Sources
@@ -125,7 +126,8 @@ class DirectExecutor:
         return future.result()
 
     async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
-        return await work
+        with interrupts_later():
+            return await work
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         self._pending.append(work)
