@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shutil
 import signal
 import warnings
@@ -640,6 +641,14 @@ def test_context_manager() -> None:
     ):
         with pytest.raises(EngineDead, match="closed"):
             call()
+
+
+def test_random_numbers_of_the_program_stay_its_own(llm: LLM) -> None:
+    """A training loop in the same process draws the same numbers with and without requests."""
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    llm.generate("hello", SamplingParams(max_tokens=3))
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    assert before[:2] == after[:2] and torch.equal(before[2], after[2])
 
 
 def test_a_closed_llm_has_given_its_memory_back() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -445,5 +445,5 @@ def _ids(answer: Answer) -> list[list[int]]:
 def _seed(params: SamplingParams, choice: int) -> int:
     """The client's seed plus the choice's number, or a random seed if the client gave none."""
     if params.seed is None:
-        return random.getrandbits(63)
+        return secrets.randbits(63)
     return (params.seed + choice + 2**63) % 2**64 - 2**63
