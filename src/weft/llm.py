@@ -168,8 +168,9 @@ class LLM:
             tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
             llm.publish_adapter("policy", config, tensors)
 
-        Both arguments are copied and checked like files. Equal content is the same version,
-        wherever it comes from. Its image stays on the host until it is unloaded or replaced.
+        Both arguments are copied and checked like files, but B may be zero everywhere, as before
+        the first step of a training. Equal content is the same version, wherever it comes from.
+        Its image stays on the host until it is unloaded or replaced.
         Raises AdapterError.
         """
         publishing = self._publisher.publish(

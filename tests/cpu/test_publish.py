@@ -114,6 +114,21 @@ def test_versions_under_one_name(make_llm: MakeLLM, trainer: Trainer) -> None:
     assert len({*digests, ref.digest}) == 4
 
 
+def test_before_the_first_step(make_llm: MakeLLM, trained: Trainer) -> None:
+    """B is zero, and the answers are those of the base. Nothing at all is still refused."""
+    llm = make_llm(adapters={})
+    tensors = load_file(ADAPTERS["upper"] / "adapter_model.safetensors")
+    for name, tensor in tensors.items():
+        if "lora_B" in name:
+            tensor.zero_()
+    first = llm.publish_adapter("policy", trained.config, tensors)
+    (output,) = llm.chat(ask("hello"), GREEDY, "policy")
+    assert (output.adapter, output.text) == (first, "hello?")
+    with pytest.raises(AdapterInvalid):
+        llm.publish_adapter("policy", trained.config, {})
+    assert texts(llm, "policy", "planet") == texts(llm, None, "planet")
+
+
 def test_equal_content_is_one_version(make_llm: MakeLLM) -> None:
     """From a folder or from memory; what peft wrote has the digest of what it holds."""
     path = ADAPTERS["caesar"]

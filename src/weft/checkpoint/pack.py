@@ -127,10 +127,12 @@ def pack_image(
     conversion_tolerance: float = CONVERSION_TOLERANCE,
     max_added_tokens: int = MAX_ADDED_TOKENS,
     shards: Sequence[Shard] = (),
+    untrained: bool = False,
 ) -> AdapterImage:
     """The image of an adapter from the content of its files; see `sort_adapter` for the arguments.
     Without `base`, it may be provisional. `table`: of the whole model. `shards`: those of all
-    ranks, if the model is divided. Raises AdapterInvalid."""
+    ranks, if the model is divided. `untrained`: A and B may change nothing. Raises
+    AdapterInvalid."""
     shards = shards or (unsharded(table),)
     config, parts = sort_adapter(files, table, max_rank, conversion_tolerance, max_added_tokens)
     if config.residual_init and base is not None:
@@ -146,6 +148,7 @@ def pack_image(
     for shard, part in each:
         _fill_beside(part, beside, shard, layout)
     bounds = base is None and parts.needs_base
+    changes = changes or (untrained and any(layout.rank))
     if not (changes or layout.has_extras or layout.vocab_size or bounds):
         refuse(WEIGHTS_FILE, f"the adapter would change nothing: {nothing_in(parts)}")
     if config.invocation:

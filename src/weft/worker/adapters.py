@@ -77,8 +77,9 @@ class Packer:
         table, max_rank = self._model.shard.whole, self._args.max_lora_rank
         return read_aside(lambda deadline: read_source(source, table, max_rank, deadline))
 
-    def pack_adapter(self, files: AdapterFiles) -> AdapterImage:
-        """Validate what was read, and pack it for the kernels. Raises AdapterInvalid."""
+    def pack_adapter(self, files: AdapterFiles, untrained: bool = False) -> AdapterImage:
+        """Validate what was read, and pack it for the kernels. `untrained`: A and B may change
+        nothing. Raises AdapterInvalid."""
         if warning := warning_of_four_bits(files.config, self._keeps_sixteen_bits):
             logger.warning("adapter %s: %s", files.digest[:16], warning)
         with self._aside():
@@ -91,6 +92,7 @@ class Packer:
                 conversion_tolerance=self._args.conversion_tolerance,
                 max_added_tokens=self._args.max_added_tokens,
                 shards=self._shards,
+                untrained=untrained,
             )
 
     @property

@@ -145,7 +145,8 @@ class Worker(Protocol):
         and may come from its image file."""
 
     def pack_now(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> AdapterImage:
-        """Pack an adapter that is in memory. Raises AdapterInvalid."""
+        """Pack an adapter that is in memory. It may change nothing, as at the start of its
+        training. Raises AdapterInvalid."""
 
     def probe(self, image: AdapterImage, *, paced: bool) -> Future[ProbeResult | WeftError]:
         """Check whether the device computes an adapter as it should. `paced`: run beside steps,

@@ -161,7 +161,7 @@ class DeviceWorker(DeviceSteps, Worker):
     def pack_now(
         self, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
     ) -> AdapterImage:
-        return self.adapters.packer.pack_adapter(files_of(config, tensors))
+        return self.adapters.packer.pack_adapter(files_of(config, tensors), untrained=True)
 
     def probe(self, image: AdapterImage, *, paced: bool) -> Future[ProbeResult | WeftError]:
         return self.adapters.probe(image, paced=paced)
