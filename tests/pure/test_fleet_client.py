@@ -501,6 +501,34 @@ def test_who_lost_its_memory_to_others_goes_where_there_is_room() -> None:
     in_fleet(test)
 
 
+def test_a_long_request_that_fits_nowhere_holds_up_no_short_one() -> None:
+    """The youngest of those that lost their memory is too long for the other nodes."""
+
+    async def test(fleet: LossyFleet) -> None:
+        first, *others = fleet.engines
+        for engine in others:
+            engine.idle = True
+        await settle(fleet, 2)
+        info = fleet.client.nodes[first.name].info
+        long = [1, 2, 3] * (info.num_blocks * info.block_size // 6)
+        asks = [asked(90), asked(90), replace(asked(90), prompt_ids=long)]
+        readers = [begun(fleet, replace(ask, request_id=f"r{k}")) for k, ask in enumerate(asks)]
+        await settle(fleet, 3)
+        for engine in others:
+            engine.idle, engine.kv_usage = False, 0.5
+        await settle(fleet, 2)
+        first.stranded = tuple(first.running)[1:]
+        await settle(fleet, 1)
+        first.stranded = ()
+        await settle(fleet, 3)
+        assert fleet.client.explain("r1")[-1]["why"] == "its node was short of memory"
+        assert len(fleet.client.explain("r2")) == 1
+        await settle(fleet, 100)
+        assert all(reader.tokens == stream_of(reader.request) for reader in readers)
+
+    in_fleet(test)
+
+
 def test_who_left_for_want_of_memory_comes_back_if_there_is_no_other_node() -> None:
     async def test(fleet: LossyFleet) -> None:
         reader = begun(fleet, asked(90))

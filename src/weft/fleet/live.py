@@ -153,8 +153,8 @@ def has_room(node: Node, live: Live) -> bool:
 
 def to_relieve(node: Node, nodes: Mapping[str, Node], lives: Iterable[Live]) -> Live | None:
     """The request that is to leave a node without memory for it: the first of `lives` (the youngest
-    first) that may move; None if no other node has room for that one. If one is not enough, the
-    next goes with the node's next report."""
+    first) that may move, and for which another node has room. If one is not enough, the next goes
+    with the node's next report."""
     stranded = node.report.load.stranded if node.report else ()
     for live in lives if stranded else ():
         attempt = live.attempt
@@ -163,10 +163,9 @@ def to_relieve(node: Node, nodes: Mapping[str, Node], lives: Iterable[Live]) -> 
         if live.leaving or live.num_relieved >= MAX_RELIEVED:
             continue
         full = {each.name for each in nodes.values() if each is node or not has_room(each, live)}
-        if full == nodes.keys():
-            return None
-        live.shunned, live.num_relieved = frozenset(full), live.num_relieved + 1
-        return live
+        if full != nodes.keys():
+            live.shunned, live.num_relieved = frozenset(full), live.num_relieved + 1
+            return live
     return None
 
 
