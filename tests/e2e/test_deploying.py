@@ -43,7 +43,8 @@ CHOICES: dict[str, dict[str, Any]] = {
         "extraEnv": [{"name": "A", "value": "b"}],
         "extraVolumes": [{"name": "models", "emptyDir": {}}],
         "extraVolumeMounts": [{"name": "models", "mountPath": "/models"}],
-        "podMonitor": {"enabled": True},
+        "accelerator": {"count": 4},
+        "podMonitor": {"enabled": True, "apiKeySecret": "scrapes"},
         "autoscaling": {"kind": "keda"},
     },
     "on a CPU": {
@@ -156,6 +157,23 @@ def test_autoscalers_ask_for_what_the_monitor_collects(charts: dict[str, Any]) -
     assert trigger["metadata"]["ignoreNullValues"] == "false", "no metric is not the number 0"
     [metric] = hpa["HorizontalPodAutoscaler"]["metrics"]
     assert metric["external"]["metric"]["selector"]["matchLabels"] == {"job": "weft"}
+
+
+def test_a_pod_uses_all_devices_that_it_gets(charts: dict[str, Any]) -> None:
+    found = []
+    for files in charts["rendered"][: len(CHOICES)]:
+        [deployment] = [d for d in documents(files) if d["kind"] == "Deployment"]
+        [container] = deployment["spec"]["template"]["spec"]["containers"]
+        ranks = [a for a in container["args"] if a.startswith("--tensor-parallel-size")]
+        found.append((container["resources"]["limits"].get("nvidia.com/gpu"), ranks))
+    assert found == [(1, []), (4, ["--tensor-parallel-size=4"]), (None, [])]
+
+
+def test_prometheus_has_a_key_of_its_own(charts: dict[str, Any]) -> None:
+    """With `--tenants`, metrics need an admin's key, and the server takes none from a Secret."""
+    [monitor] = [d for d in documents(charts["rendered"][1]) if d["kind"] == "PodMonitor"]
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["authorization"]["credentials"] == {"name": "scrapes", "key": "api-key"}
 
 
 def test_the_manifests_in_the_repository_are_the_charts(charts: dict[str, Any]) -> None:
