@@ -349,6 +349,31 @@ def test_what_is_refused(llm: LLM, param: str, options: dict[str, Any]) -> None:
     assert llm.generate(prompt_of("hello"), GREEDY)[0].text == "hello?"
 
 
+HUGE = 10**5000
+"""Python refuses to write it as digits."""
+
+
+@pytest.mark.parametrize("param", ["max_tokens", "min_tokens", "top_k", "temperature", "seed"])
+def test_a_number_of_too_many_digits(param: str) -> None:
+    for given in (HUGE, -HUGE, [HUGE], {1: HUGE}):
+        with pytest.raises(InvalidRequest) as caught:
+            SamplingParams(**{param: given})
+        assert caught.value.param == param and caught.value.message.startswith(param)
+        assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize("param", ["logit_bias", "stop_token_ids", "allowed_token_ids", "prompt"])
+def test_a_token_id_of_too_many_digits(llm: LLM, param: str) -> None:
+    ids: dict[str, Any] = {"logit_bias": {HUGE: 1.0}, "prompt": [HUGE]}
+    given = ids.pop(param, [HUGE])
+    with pytest.raises(InvalidRequest) as caught:
+        if param == "prompt":
+            llm.generate(given)
+        else:
+            SamplingParams(**{param: given})
+    assert caught.value.param == param
+
+
 # -- log-probabilities of prompts --------------------------------------------------------------
 
 

@@ -116,6 +116,28 @@ def test_arguments_that_no_prompt_can_hold(tmp_path: Path, value: str) -> None:
     run(world, scenario)
 
 
+@pytest.mark.parametrize(
+    ("route", "field"),
+    [
+        ("/v1/completions", "max_tokens"),
+        ("/v1/chat/completions", "max_tokens"),
+        ("/v1/chat/completions", "max_completion_tokens"),
+        ("/v1/responses", "max_output_tokens"),
+    ],
+)
+def test_a_number_with_as_many_digits_as_are_read(tmp_path: Path, route: str, field: str) -> None:
+    """A sum with it has more digits than Python writes."""
+    world = World(tmp_path, byte_level())
+    body = {key: value for key, value in GOOD[route].items() if not key.startswith("max_")}
+
+    async def scenario(web: Web) -> None:
+        answer = await web.post(route, body | {field: int("9" * 4300)})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == field
+
+    run(world, scenario)
+
+
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 RAW_REQUESTS = [
     *(b"\r\n\r\n", b"\0" * 99, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00"),

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.core.errors import InvalidRequest
+from weft.core.errors import InvalidRequest, shown
 from weft.core.sampling import is_number
 
 MAX_PARTS = 8
@@ -111,9 +111,11 @@ class WeightedAdapter:
     def __post_init__(self) -> None:
         scale = self.scale
         if not is_number(scale):
-            raise InvalidRequest(f"adapters: a scale must be a number, got {scale!r}", "adapters")
+            message = f"adapters: a scale must be a number, got {shown(scale)}"
+            raise InvalidRequest(message, "adapters")
         if abs(scale) > MAX_SCALE:
-            message = f"adapters: a scale must be in [{-MAX_SCALE:g}, {MAX_SCALE:g}], got {scale}"
+            bounds = f"[{-MAX_SCALE:g}, {MAX_SCALE:g}]"
+            message = f"adapters: a scale must be in {bounds}, got {shown(scale)}"
             raise InvalidRequest(message, "adapters")
         object.__setattr__(self, "scale", float(scale))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from weft.core.errors import ConfigError
+from weft.core.errors import ConfigError, shown
 from weft.core.sizes import parse_bytes, parse_memory
 
 MAX_RANK = 256
@@ -40,7 +40,7 @@ BYTES = frozenset(
 def _check(holds: bool, name: str, must_be: str, value: float | None) -> None:
     if not holds:
         flag = "--" + name.replace("_", "-")
-        raise ConfigError(f"{flag} must be {must_be}, got {value}", name)
+        raise ConfigError(f"{flag} must be {must_be}, got {shown(value)}", name)
 
 
 def _at_least(args: object, low: float, *names: str) -> None:
@@ -245,7 +245,7 @@ def _typed(kind: type, name: str, value: object) -> Any:
         choices = get_args(hint) if get_origin(hint) is Literal else ()
         known = ", ".join(map(str, choices))
         wanted = f"one of {known}" if choices else f"of the type {kind.__annotations__[name]}"
-        raise ConfigError(f"{name} must be {wanted}, got {value!r}", name)
+        raise ConfigError(f"{name} must be {wanted}, got {shown(value)}", name)
     return given
 
 

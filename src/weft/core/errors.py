@@ -201,6 +201,14 @@ def _tree(cls: type[WeftError]) -> dict[str, type[WeftError]]:
 type_of_kind: dict[str, type[WeftError]] = _tree(WeftError)
 
 
+def shown(value: object) -> str:
+    """A value that was refused, as the error's message shows it: shortened if it is long."""
+    try:
+        return f"{value!r:.100}"
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return f"a very long {type(value).__name__}"
+
+
 def to_wire(error: BaseException) -> tuple[str, str, str | None]:
     """`(kind, message, param)`; anything that is not a WeftError becomes a server error."""
     if isinstance(error, WeftError):

@@ -9,7 +9,8 @@ from numbers import Real
 from operator import index
 from typing import Any, TypeGuard
 
-from weft.core.errors import InvalidRequest
+from weft.core.config import MAX_NUMBER
+from weft.core.errors import InvalidRequest, shown
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -107,8 +108,8 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             put(name, _several(getattr(self, name)))
         for name, low, high in (
-            ("max_tokens", 1, None),
-            ("seed", -(2**63), 2**63 - 1),
+            ("max_tokens", 1, MAX_NUMBER),
+            ("seed", -MAX_NUMBER - 1, MAX_NUMBER),
             ("logprobs", 0, MAX_LOGPROBS),
             ("prompt_logprobs", 0, MAX_LOGPROBS),
         ):
@@ -116,14 +117,14 @@ class SamplingParams:
                 put(name, _int(name, getattr(self, name), low, high))
         if self.speculative not in (None, *SPECULATIVE):
             known = ", ".join(SPECULATIVE)
-            message = f"speculative must be one of {known}, got {self.speculative!r}"
+            message = f"speculative must be one of {known}, got {shown(self.speculative)}"
             raise InvalidRequest(message, "speculative")
         if type(self.structured_outputs) not in (StructuredOutputs, type(None)):
             message = "structured_outputs must be a StructuredOutputs of weft.core.sampling"
-            given = repr(self.structured_outputs)
+            given = shown(self.structured_outputs)
             raise InvalidRequest(f"{message}, got {given}", "structured_outputs")
-        put("top_k", _int("top_k", self.top_k, -1, 2**63 - 1))
-        put("min_tokens", _int("min_tokens", self.min_tokens, 0, self.max_tokens))
+        put("top_k", _int("top_k", self.top_k, -1, MAX_NUMBER))
+        put("min_tokens", _int("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_NUMBER))
         for name, lowest, highest in (
             ("temperature", 0.0, 100.0),
             ("top_p", 0.0, 1.0),
@@ -138,11 +139,11 @@ class SamplingParams:
             put("temperature", 0.0)
         if not isinstance(biases := self.logit_bias or {}, Mapping):
             raise InvalidRequest("logit_bias must have numbers by token id", "logit_bias")
-        put("logit_bias", {_int("logit_bias", t, 0, None): _bias(t, b) for t, b in biases.items()})
+        put("logit_bias", {_token("logit_bias", t): _bias(t, b) for t, b in biases.items()})
         _check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
         _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         for name in ("stop_token_ids", "allowed_token_ids"):
-            put(name, tuple(_int(name, token, 0, None) for token in getattr(self, name)))
+            put(name, tuple(_token(name, token) for token in getattr(self, name)))
 
     @property
     def greedy(self) -> bool:
@@ -174,14 +175,18 @@ def as_int(value: Any) -> int | None:
         return None
 
 
-def _int(name: str, value: object, low: int, high: int | None) -> int:
+def _int(name: str, value: object, low: int, high: int) -> int:
     number = as_int(value)
     if number is None:
-        raise InvalidRequest(f"{name} must be an integer, got {value!r}", name)
-    if number < low or (high is not None and number > high):
-        bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise InvalidRequest(f"{name} must be {bound}, got {number}", name)
+        raise InvalidRequest(f"{name} must be an integer, got {shown(value)}", name)
+    if not low <= number <= high:
+        bound = f"in [{low}, {high}]" if number > high or high < MAX_NUMBER else f"at least {low}"
+        raise InvalidRequest(f"{name} must be {bound}, got {shown(number)}", name)
     return number
+
+
+def _token(name: str, value: object) -> int:
+    return _int(name, value, 0, MAX_NUMBER)
 
 
 def _check_strings(name: str, values: tuple[str, ...], max_strings: int, max_chars: int) -> None:
@@ -206,8 +211,8 @@ def _bias(token: object, value: object) -> float:
 def _float(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     """`above`: `low` itself is not allowed."""
     if not is_number(value):
-        raise InvalidRequest(f"{name} must be a number, got {value!r}", name)
+        raise InvalidRequest(f"{name} must be a number, got {shown(value)}", name)
     if not low <= value <= high or (above and value == low):
         bound = f"above {low:g} and at most {high:g}" if above else f"in [{low:g}, {high:g}]"
-        raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
+        raise InvalidRequest(f"{name} must be {bound}, got {shown(value)}", name)
     return float(value)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from weft.core.adapters import ClassHead, WeightedAdapter
-from weft.core.errors import ContextLengthExceeded, InvalidRequest
+from weft.core.errors import ContextLengthExceeded, InvalidRequest, shown
 from weft.core.requests import EngineRequest, Pooling
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineInfo
@@ -265,10 +265,8 @@ class Intake:
         vocab_size = language.vocab_size
         for bad in (min(ids), max(ids)):
             if not 0 <= bad < vocab_size:
-                raise InvalidRequest(
-                    f"{field_name}: token id {bad} is outside the vocabulary of {vocab_size}",
-                    field_name,
-                )
+                message = f"token id {shown(bad)} is outside the vocabulary of {vocab_size}"
+                raise InvalidRequest(f"{field_name}: {message}", field_name)
 
     async def requests(
         self,
