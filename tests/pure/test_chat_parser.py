@@ -652,6 +652,31 @@ def test_marks_and_white_space_take_little_time(tool_format: str, text: str) -> 
     assert time.process_time() - begin_s < 3
 
 
+LONG = "x" * 400_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'{{"arguments": {{"a": "{LONG}"}}, "name": "f"}}',
+        f'{{"arguments": {{"a": "{LONG}',
+        f'{{"name": "{LONG}", "arguments": {{}}}}',
+        f'{{"{LONG}": 1, "name": "f", "arguments": {{}}}}',
+    ],
+    ids=["arguments first", "cut off", "a long name", "a long key"],
+)
+def test_a_call_whose_name_comes_late_takes_as_long_as_another(text: str) -> None:
+    def took_s(text: str) -> float:
+        parser = ChatParser("hermes", None)
+        begin_s = time.process_time()
+        parser.feed(f"<tool_call>\n{text}")
+        parser.flush()
+        return time.process_time() - begin_s
+
+    other = f'{{"name": "f", "arguments": {{"a": "{LONG}"}}}}'
+    assert took_s(text) < 4 * took_s(other), "each character costs the same"
+
+
 @pytest.mark.parametrize(
     ("tool_format", "reasoning", "text"),
     [

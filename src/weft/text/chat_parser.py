@@ -124,8 +124,8 @@ class ChatParser:
         """Whether nothing but reasoning has come so far."""
         self._mark = ""
         """The text before the call that is being read: content, if that turns out to be no call."""
-        self._raw = ""
-        """The text of that call so far."""
+        self._raw: list[str] = []
+        """The text of that call so far, in pieces."""
         self._in_list = False
         self._call: _Call | None = None
         self._is_blank = True
@@ -249,7 +249,7 @@ class ChatParser:
 
     def _begin_call(self, num_chars: int) -> bool:
         self._mark = self._take(num_chars)
-        self._raw = ""
+        self._raw = []
         self._step = self._open_call
         return True
 
@@ -292,7 +292,7 @@ class ChatParser:
             piece.write("content", mark)
             self._is_blank = False
             # White space behind it may belong to the mark of the next call.
-            self._text = self._mark[len(mark) :] + self._raw + self._text
+            self._text = "".join([self._mark[len(mark) :], *self._raw, self._text])
         self._call = None
         self._in_list = False
         self._at_start = False
@@ -308,7 +308,7 @@ class ChatParser:
         stopped = num_read < len(self._text)
         read = self._take(num_read)
         if not call.known:
-            self._raw += read
+            self._raw.append(read)
         elif not was_known:
             self._is_blank = True
             call_id = f"call_{secrets.token_hex(12)}"
@@ -363,7 +363,7 @@ class _JsonCall(ReadCall):
     def __init__(self) -> None:
         super().__init__()
         self._json = JsonObject()
-        self._name_json = ""
+        self._name_json: list[str] = []
         self._seen: set[str] = set()
         self._has_arguments = False
 
@@ -388,9 +388,9 @@ class _JsonCall(ReadCall):
             return new
         if was_in_value and key in _NAMES:
             if json_.in_value:
-                self._name_json += char
+                self._name_json.append(char)
                 return True
-            name = json.loads(self._name_json)
+            name = json.loads("".join(self._name_json))
             self.name = name if isinstance(name, str) and name.isprintable() else ""
             return bool(self.name)
         if json_.in_value and key in _ARGUMENTS:
@@ -400,7 +400,7 @@ class _JsonCall(ReadCall):
     def _note_argument(self, char: str) -> bool:
         if self._json.depth == 1 and char != "}":
             return char.isspace()  # beside the arguments; there are none but objects
-        self.arguments += char
+        self.arguments.append(char)
         self._has_arguments = self._has_arguments or char == "{"
         return self._has_arguments
 
@@ -427,7 +427,7 @@ class _NamedCall(ReadCall):
             return begins and _NAME_CHARS.fullmatch(self._head) is not None
         if not self._json.feed(char):
             return False
-        self.arguments += char
+        self.arguments.append(char)
         self.done = self._json.done
         return True
 

@@ -70,6 +70,7 @@ class JsonObject:
         self._stack: list[str] = []
         self._expected = "object"
         self._token = ""
+        self._key: list[str] = []
         self.key = ""
         self.in_value = False
         self.done = False
@@ -98,7 +99,7 @@ class JsonObject:
         if char == '"' and expected in ("key", "key or end", "value", "value or end"):
             self._expected = "key string" if expected.startswith("key") else "string"
             if self.depth == 1 and expected.startswith("key"):
-                self.key = char
+                self._key = [char]
             self._token = char
             return True
         if expected == "colon":
@@ -137,10 +138,12 @@ class JsonObject:
     def _in_string(self, char: str) -> bool:
         """`_token` is what decides: a quote, or an escape that isn't complete."""
         is_key = self._expected == "key string"
-        if is_key and self.depth == 1:
-            self.key += char
+        is_outermost = is_key and self.depth == 1
+        if is_outermost:
+            self._key.append(char)
         if self._token == '"':
             if char == '"':
+                self.key = "".join(self._key) if is_outermost else self.key
                 self._token = ""
                 self._expected = "colon" if is_key else "comma or end"
             elif char == "\\":

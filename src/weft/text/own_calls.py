@@ -109,7 +109,7 @@ class GemmaCall(ReadCall):
 
     def _write(self, text: str, expected: str) -> None:
         """Add a key, or all or the beginning or end of a value, to the arguments."""
-        self.arguments += f", {text}" if self._follows else text
+        self.arguments.append(f", {text}" if self._follows else text)
         self._token, self._expected, self._follows = [], expected, expected == "end"
 
 
@@ -131,7 +131,7 @@ class PythonCall(ReadCall):
         if not self.name:
             found = _PYTHON_HEAD.fullmatch("".join(self._token))
             if found is not None:
-                self.name, self.arguments, self._token = found[1], "{", []
+                self.name, self.arguments, self._token = found[1], ["{"], []
             begins = _NAME_CHAR.fullmatch(char) is not None and len(self._token) < _MAX_KEY
             return found is not None or begins
         if self._quote:
@@ -150,7 +150,7 @@ class PythonCall(ReadCall):
                 return bool(self._key)
             self._token = self._token if token else []
             self.done = token == ")"
-            self.arguments += "}" if self.done else ""
+            self.arguments.append("}" if self.done else "")
             return self.done or len(self._token) < _MAX_KEY
         if char in "\"'":
             self._quote = char
@@ -165,10 +165,10 @@ class PythonCall(ReadCall):
     def _end_argument(self, char: str) -> bool:
         value = "".join(self._token[:-1]).strip()
         key = json.dumps(self._key, ensure_ascii=False)
-        self.arguments += f"{self._separator}{key}: {_as_json(value)}"
+        self.arguments.append(f"{self._separator}{key}: {_as_json(value)}")
         self._key, self._token, self._separator = "", [], ", "
         self.done = char == ")"
-        self.arguments += "}" if self.done else ""
+        self.arguments.append("}" if self.done else "")
         return bool(value)
 
 

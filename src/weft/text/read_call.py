@@ -9,8 +9,8 @@ class ReadCall:
 
     def __init__(self) -> None:
         self.name = ""
-        self.arguments = ""
-        """The arguments' JSON that was not taken yet."""
+        self.arguments: list[str] = []
+        """The arguments' JSON that was not taken yet, in pieces."""
         self.done = False
 
     @property
@@ -20,5 +20,5 @@ class ReadCall:
 
     def take(self) -> str:
         """Take the arguments' JSON that was read since the last `take`."""
-        taken, self.arguments = self.arguments, ""
-        return taken
+        taken, self.arguments = self.arguments, []
+        return "".join(taken)

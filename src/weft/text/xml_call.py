@@ -48,7 +48,7 @@ class XmlCall(ReadCall):
         if not self.name:
             return self._in_tag(_FUNCTION, char)
         if self._tag == _END:
-            self.arguments += "}"
+            self.arguments.append("}")
             self.done = True
             return True
         return _END.startswith(self._tag) or self._in_tag(_PARAMETER, char)
@@ -62,7 +62,7 @@ class XmlCall(ReadCall):
             return char.isprintable() and len(tag) < _MAX_TAG
         name, self._tag = tag[len(begin) : -1], ""
         if begin == _FUNCTION:
-            self.name, self.arguments = name, "{"
+            self.name, self.arguments = name, ["{"]
         else:
             self._key = name
         return bool(name)
@@ -73,7 +73,7 @@ class XmlCall(ReadCall):
         assert self._key is not None
         schema = self._schemas.get(self.name, {}).get(self._key)
         key = json.dumps(self._key, ensure_ascii=False)
-        self.arguments += f"{self._separator}{key}: {_to_json(value, schema)}"
+        self.arguments.append(f"{self._separator}{key}: {_to_json(value, schema)}")
         self._key, self._value, self._separator = None, [], ", "
 
 
