@@ -106,6 +106,7 @@ class Breaking(MemoryStore):
         super().__init__()
         self.requests_left: int | None = None
         self.piece: int | None = None
+        self.downloads = 0
 
     def _count(self) -> None:
         if self.requests_left is not None:
@@ -129,6 +130,7 @@ class Breaking(MemoryStore):
         content = super().get(key)
         if content is None or self.piece is None:
             return super().get_file(key, file)
+        self.downloads += 1
         start = file.seek(0, io.SEEK_END)
         file.write(content[start : start + self.piece])
         if start + self.piece < len(content):
@@ -160,8 +162,10 @@ def test_downloads_go_on_where_they_broke_off(tmp_path: Path) -> None:
     store.piece = 0
     with blobs_of(store, tmp_path).open(DIGEST):
         pass  # it is here already
+    store.downloads = 0
     with pytest.raises(RegistryUnavailable):
         blobs_of(store, tmp_path / "elsewhere").open(DIGEST)
+    assert store.downloads == blobs_module.ATTEMPTS
 
 
 def test_a_content_that_has_no_place_is_unavailable(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ class Blobs:
         """Download one file, or the rest of it."""
         attempts = 0
         while not path.exists() or path.stat().st_size < file.num_bytes:
-            before = path.stat().st_size if path.exists() else -1
+            before = path.stat().st_size if path.exists() else 0
             try:
                 with path.open("ab") as stream:
                     found = self._store.get_file(key_of(digest, file.name), stream)
@@ -236,7 +236,7 @@ class Blobs:
                     raise
                 continue
             finally:
-                self._count("store", path.stat().st_size - max(before, 0))
+                self._count("store", path.stat().st_size - before)
             if not found or path.stat().st_size < file.num_bytes:
                 message = f"{file.name} of the registry's content sha256:{digest} is not whole"
                 raise AdapterUnavailable(message, "lora_path")
