@@ -305,8 +305,13 @@ def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
         (("--max-body-size", "0"), "--max-body-size must be at least 1"),
         (("--port=0", "--metrics-port=0", "--metrics-host=a b"), "--metrics-host a b: "),
         (("--request-timeout", "0"), "--request-timeout must be more than 0"),
+        (("--served-model-name", "a\udcff"), "--served-model-name must be UTF-8"),
+        (("--lora-modules", f"a={tmp_path}/\udcff"), "--lora-modules must be UTF-8"),
+        (("--lora-root", f"{tmp_path}/\udcff"), "--lora-root must be UTF-8"),
+        (("--adapter-cache-dir", "a\udcff"), "--adapter-cache-dir must be UTF-8"),
     ):
         assert message in refusal("serve", BASE, *flags)
+    assert "the base must be UTF-8" in refusal("serve", "a\udcff")
 
 
 def test_a_taken_port_is_refused_before_the_model_loads() -> None:

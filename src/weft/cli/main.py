@@ -24,7 +24,7 @@ from weft.cli.migrate import instead_of, migrate
 from weft.cli.plan import plan
 from weft.cli.publish import push, registry
 from weft.cli.releases import history, label, release, rollback, tenants
-from weft.core.config import MAX_RANK, LoraArgs, engine_args
+from weft.core.config import MAX_RANK, LoraArgs, check_texts, engine_args
 from weft.terminal.commands import Command, Commands
 from weft.terminal.options import (
     AsJson,
@@ -101,6 +101,7 @@ def serve(
     [bold]weft serve[/] meta-llama/Llama-3.1-8B-Instruct [bold]--lora-modules[/] sql=./sql
     """
     with ending_in_one_line(traceback=flags.log_level == "debug"):
+        check_texts(flags)
         engine = engine_args(model, **options)
         use_kernels(flags.kernels)
         if not flags.no_engine:

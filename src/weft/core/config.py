@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from weft.core.errors import ConfigError, shown
 from weft.core.sizes import parse_bytes, parse_memory
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_RANK = 256
 """Largest rank that kernels must take."""
@@ -35,6 +39,17 @@ BYTES = frozenset(
     }
 )
 """Fields that are sizes of memory."""
+
+
+def check_texts(args: DataclassInstance) -> None:
+    """Raises ConfigError if a field holds a text or a path that is not UTF-8, as command lines may:
+    neither other processes nor clients could be told it."""
+    for name in (each.name for each in fields(args)):
+        value = getattr(args, name)
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str | Path) and re.search("[\ud800-\udfff]", str(text)):
+                flag = "the base" if name == "model" else "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} must be UTF-8", name)
 
 
 def _check(holds: bool, name: str, must_be: str, value: float | None) -> None:
@@ -209,6 +224,8 @@ class EngineArgs:
         _at_least(self, 1, "num_threads")
         holds = self.num_threads is None or self.num_threads <= MAX_THREADS
         _check(holds, "num_threads", f"at most {MAX_THREADS}", self.num_threads)
+        check_texts(self.model)
+        check_texts(self.lora)
 
 
 def engine_args(model: str, **options: object) -> EngineArgs:
