@@ -24,6 +24,7 @@ from weft.bench.client import Endpoint, LoadClient, Outcome
 from weft.bench.report import COLOURS, INK, Advance, Report, new_figure, new_table, progress
 from weft.bench.workload import Arrival, Choice, Lengths, random_prompts, rng_of
 from weft.core.errors import ConfigError
+from weft.terminal.plain import plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -280,7 +281,7 @@ def _errors(outcomes: Sequence[Outcome]) -> list[Table]:
     table.columns[2].justify = "left"
     for kind, count in kinds.most_common():
         example = next(o.detail for o in outcomes if o.error == kind)
-        table.add_row(Text(kind, "red"), str(count), Text(example))
+        table.add_row(Text(kind, "red"), str(count), Text(plain(example)))
     return [table]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,12 +13,11 @@ import typer
 
 from weft.core.errors import InvalidRequest, WeftError
 from weft.terminal.options import ApiKey, ending_in_one_line
+from weft.terminal.plain import plain
 
 if TYPE_CHECKING:
     import httpx
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters by which a text may move the cursor, or set the clipboard of who reads it."""
 _COMMANDS = """/model NAME  talk to another adapter, or to the base
 /models      list the models
 /new         begin a new conversation
@@ -72,13 +70,13 @@ def chat(
             if _is_terminal():
                 with contextlib.suppress(ImportError):
                     import readline  # noqa: F401  lines can be edited and called up again
-                typer.echo(f"{talk.model} at {plain_url(url)}; /help lists the commands")
+                typer.echo(f"{plain(talk.model)} at {plain_url(url)}; /help lists the commands")
             for line in _lines():
                 try:
                     if not _obey(talk, line):
                         break
                 except WeftError as error:
-                    typer.echo(f"error: {error.message}", err=True)
+                    typer.echo(f"error: {plain(error.message)}", err=True)
 
 
 def _is_terminal() -> bool:
@@ -109,7 +107,7 @@ def _obey(talk: Talk, line: str) -> bool:
         case "/help":
             typer.echo(_COMMANDS)
         case "/models":
-            typer.echo("\n".join(_CONTROLS.sub("", name) for name in talk.models()))
+            typer.echo("\n".join(plain(name) for name in talk.models()))
         case "/new":
             talk.messages.clear()
         case "/model":
@@ -118,7 +116,7 @@ def _obey(talk: Talk, line: str) -> bool:
             raise InvalidRequest(f"there is no {command}; /help lists the commands")
         case _:
             for piece in talk.ask(line):
-                typer.echo(_CONTROLS.sub("", piece), nl=False)
+                typer.echo(plain(piece), nl=False)
             typer.echo()
     return True
 

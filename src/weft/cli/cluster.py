@@ -29,6 +29,7 @@ from weft.fleet.launchers.found import find_nodes
 from weft.fleet.launchers.local import HOST, MAX_FAILED, LocalLauncher
 from weft.terminal.commands import Commands
 from weft.terminal.options import ending_in_one_line, key_to_send
+from weft.terminal.plain import plain_json
 
 if TYPE_CHECKING:
     from weft.fleet.launchers.ray_cluster import RayCluster
@@ -275,7 +276,7 @@ def ask(url: str, path: str, key: str, body: object = None) -> Any:
         request.add_header("Content-Type", "application/json")
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            return json.load(answer)
+            return plain_json(json.load(answer))
     except urllib.error.HTTPError as error:
         with error:
             text = error.read().decode(errors="replace")
@@ -384,7 +385,7 @@ def why(
                 table.add_row(
                     *(f"{v:.4f}" if isinstance(v, float) else str(v) for v in terms.values())
                 )
-            Console().print(table)
+            Console(markup=False).print(table)
 
 
 def _placements(nodes: Sequence[Placed], request_id: str, key: str) -> Any:

@@ -33,6 +33,7 @@ from weft.terminal.options import (
     with_engine_options,
     with_flags,
 )
+from weft.terminal.plain import plain
 
 BEGUN_S = time.monotonic()
 
@@ -214,7 +215,7 @@ def check(
 
     with ending_in_one_line(status=2):
         report = check_adapter(adapter, base, max_lora_rank, conversion_tolerance)
-    typer.echo(json.dumps(asdict(report)) if as_json else show_report(report))
+    typer.echo(json.dumps(asdict(report)) if as_json else plain(show_report(report)))
     raise typer.Exit(0 if report.served else 1)
 
 

@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from weft.core.errors import ConfigError, WeftError
 from weft.terminal.options import ending_in_one_line
+from weft.terminal.plain import plain
 
 BASE = ("--model", "--model-path", "--model-id")
 """What other servers call the base model, where it is no argument."""
@@ -157,7 +158,7 @@ def migrate(
     if verdicts:
         typer.echo("\nAdapters:")
     for name, _, told in verdicts:
-        typer.echo(f"  {name}: {told}")
+        typer.echo(f"  {name}: {plain(told)}")
     typer.echo(f"\nTo see what fits into which GPUs: weft plan {shlex.quote(found.base)}")
     raise typer.Exit(1 if found.missing or not all(good for _, good, _ in verdicts) else 0)
 

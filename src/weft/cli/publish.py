@@ -14,6 +14,7 @@ from weft.cli.releases import NamedAdapter, Registry, actor, opened
 from weft.core.errors import AdapterError, ConfigError
 from weft.terminal.commands import Commands
 from weft.terminal.options import ApiKey, ending_in_one_line
+from weft.terminal.plain import plain_json
 
 if TYPE_CHECKING:
     from weft.registry.records import Name
@@ -97,7 +98,7 @@ def _send(
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(60, read=600),
         )
-        body = answer.json()
+        body = plain_json(answer.json())
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise unreachable(url, error) from None
     try:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from prometheus_client.parser import text_string_to_metric_families
 
 from weft.core.errors import Unreachable
+from weft.terminal.plain import plain
 
 TIMEOUT_S = 5.0
 _HINTS = dict.fromkeys((401, 403), "; does it need a key (--api-key)?")
@@ -84,7 +85,7 @@ def parse(text: str, time_s: float) -> Scrape:
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                labels = frozenset(sample.labels.items())
+                labels = frozenset((key, plain(each)) for key, each in sample.labels.items())
                 series.setdefault(sample.name, {})[labels] = sample.value
     except ValueError:
         series = {}

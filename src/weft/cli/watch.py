@@ -101,7 +101,7 @@ def show(
 ) -> None:
     """Show the servers until interrupted; `once`, or without a terminal: one frame, whose rates are
     of `interval_s`. Raises Unreachable when none can be read at the start."""
-    console = console or Console()
+    console = console or Console(markup=False)
     _read_or_raise(watch)
     if once or not console.is_terminal:
         sleep(interval_s)

@@ -27,6 +27,7 @@ from weft.core.config import (
 from weft.core.errors import ConfigError, WeftError
 from weft.kernels.quant import FORMATS
 from weft.schedule.policy import POLICIES
+from weft.terminal.plain import plain
 
 T = TypeVar("T")
 
@@ -138,7 +139,7 @@ def ending_in_one_line(status: int = 1, traceback: bool = False) -> Iterator[Non
     except WeftError as error:
         if traceback:
             raise
-        sys.stderr.write(f"weft: error: {' '.join(error.message.split())}\n")
+        sys.stderr.write(f"weft: error: {plain(' '.join(error.message.split()))}\n")
         raise typer.Exit(status) from None
     except OSError as error:
         if traceback or error.filename is None:
