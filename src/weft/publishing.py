@@ -127,12 +127,21 @@ def files_of_tensors(config: Mapping[str, object] | None, tensors: Mapping[str, 
 def check(files: Files, base: str | None) -> str:
     """Raise AdapterInvalid for files that no server would serve, or none with this base. Returns
     the base if the adapter was checked against it, else ""."""
-    from weft.checkpoint.read import AdapterFiles
+    import numpy as np
+
+    from weft.checkpoint.read import AdapterFiles, parse_stored
+    from weft.checkpoint.refuse import refuse
     from weft.registry.contents import check_files
 
     made = AdapterFiles(bytes(files[CONFIG_FILE]), files[WEIGHTS_FILE])
     check_files(made)
     if base is None:
+        tensors = parse_stored(made.weights)
+        if not tensors:
+            refuse(WEIGHTS_FILE, "holds no tensors")
+        for name, tensor in tensors.items():
+            if not np.isfinite(tensor.largest()):
+                refuse(name, "holds NaN or infinite values")
         return ""
     from weft.checkpoint.examine import examine
     from weft.core.config import MAX_RANK

@@ -60,6 +60,9 @@ def test_bad_ones_leave_nothing_behind(tmp_path: Path) -> None:
         ({"a": np.ones(1, object)}, CONFIG, "tensors"),
         ({1: np.ones(1)}, CONFIG, "tensors"),
         ({"\ud800": np.ones(1)}, CONFIG, "tensors"),
+        ({}, CONFIG, WEIGHTS_FILE),
+        ({"a": np.ones(1), "b": np.array([1, np.nan])}, CONFIG, "b"),
+        ({"a": np.array([-np.inf, 1], np.float16)}, CONFIG, "a"),
     ):
         with pytest.raises(AdapterInvalid) as error:
             weft.publish(place, "a", tensors, config)
