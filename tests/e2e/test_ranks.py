@@ -104,7 +104,7 @@ def test_a_model_outlives_the_thread_that_made_it(make_llm: MakeLLM) -> None:
     assert len(llm.generate([1, 2, 3], params)[0].token_ids) == 4
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
@@ -125,32 +125,34 @@ def world(
         yield World(client, family, folder, base, {name: known[name] for name in kinds})
 
 
-@pytest.mark.parametrize("world", CASES, indirect=True)
-def test_ranks_answer_as_peft_does(world: World) -> None:
-    """Each kind alone, and all of them at once."""
-    asks = {name: world.prompt(name, 1) for name in world.subjects}
-    for name, prompt in asks.items():
-        check(world, name, prompt, world.answer(name, prompt), cached=False)
-    with ThreadPoolExecutor(len(asks)) as threads:
-        answers = threads.map(lambda ask: world.answer(*ask), asks.items())
-        for (name, prompt), got in zip(asks.items(), answers, strict=True):
-            check(world, name, prompt, got, cached=True)
+class TestServer:
+    """The server ends with these tests: a process can be a rank of one model only."""
 
+    @pytest.mark.parametrize("world", CASES, indirect=True)
+    def test_ranks_answer_as_peft_does(self, world: World) -> None:
+        """Each kind alone, and all of them at once."""
+        asks = {name: world.prompt(name, 1) for name in world.subjects}
+        for name, prompt in asks.items():
+            check(world, name, prompt, world.answer(name, prompt), cached=False)
+        with ThreadPoolExecutor(len(asks)) as threads:
+            answers = threads.map(lambda ask: world.answer(*ask), asks.items())
+            for (name, prompt), got in zip(asks.items(), answers, strict=True):
+                check(world, name, prompt, got, cached=True)
 
-@pytest.mark.parametrize("world", CASES[:1], indirect=True)
-def test_an_engine_ends_with_a_rank_and_starts_again(world: World) -> None:
-    """A rank is killed within a request, which ends at once, with an error unless its tokens were
-    there already; the next engine has the adapters."""
-    prompt = world.prompt("LoRA", 2)
-    body = {"prompt": prompt, "max_tokens": 100, "stream": True, "ignore_eos": True}
-    asked = {**world.subjects["LoRA"].ask, **body}
-    (victim,) = ranks()
-    with world.client.stream("POST", "/v1/completions", json=asked) as stream:
-        lines = stream.iter_lines()
-        assert "error" not in next(lines)
-        os.kill(victim, signal.SIGKILL)
-        ends = [line for line in lines if "error" in line or '"finish_reason":"length"' in line]
-    assert len(ends) == 1
-    until(lambda: ranks() not in ([], [victim]), "no other rank")
-    until(lambda: world.client.get("/health").status_code == 200, "no other engine")
-    check(world, "LoRA", prompt, world.answer("LoRA", prompt), cached=False)
+    @pytest.mark.parametrize("world", CASES[:1], indirect=True)
+    def test_an_engine_ends_with_a_rank_and_starts_again(self, world: World) -> None:
+        """A rank is killed within a request, which ends at once, with an error unless its tokens
+        were there already; the next engine has the adapters."""
+        prompt = world.prompt("LoRA", 2)
+        body = {"prompt": prompt, "max_tokens": 100, "stream": True, "ignore_eos": True}
+        asked = {**world.subjects["LoRA"].ask, **body}
+        (victim,) = ranks()
+        with world.client.stream("POST", "/v1/completions", json=asked) as stream:
+            lines = stream.iter_lines()
+            assert "error" not in next(lines)
+            os.kill(victim, signal.SIGKILL)
+            ends = [line for line in lines if "error" in line or '"finish_reason":"length"' in line]
+        assert len(ends) == 1
+        until(lambda: ranks() not in ([], [victim]), "no other rank")
+        until(lambda: world.client.get("/health").status_code == 200, "no other engine")
+        check(world, "LoRA", prompt, world.answer("LoRA", prompt), cached=False)
