@@ -132,12 +132,12 @@ def test_every_place_is_given_back_once(make_world: MakeWorld, seed: int) -> Non
 def test_admission_counts() -> None:
     admission = Admission(3)
     with admission.enter(2):
-        admission.check()
+        admission.check_early()
         with pytest.raises(Overloaded), admission.enter(2):
             raise AssertionError("entered")
         with pytest.raises(ZeroDivisionError), admission.enter(1):
             with pytest.raises(Overloaded):
-                admission.check()
+                admission.check_early()
             1 / 0  # noqa: B018
         assert admission.num_open == 2
     with pytest.raises(InvalidRequest), admission.enter(4):

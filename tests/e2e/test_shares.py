@@ -90,9 +90,9 @@ def test_caps_of_a_tenant() -> None:
                 pass
         with admission.enter(1, "small", 40), admission.enter(6, "other", 10**6):
             with pytest.raises(Overloaded):
-                admission.check("small")
-            admission.check("other")
-            admission.check_invariants()
+                admission.check_early("small")
+            admission.check_early("other")
+            admission.check()
     assert admission.num_open == 0
 
 
@@ -118,7 +118,7 @@ def test_places_follow_weights_and_are_bounded() -> None:
         assert fill(places, "made up") >= 1
         assert fill(places, "another") == 0, "all who are unknown are one"
         assert admission.num_open < 300 * 4.5
-        admission.check_invariants()
+        admission.check()
     assert admission.num_open == 0
 
 

@@ -60,7 +60,7 @@ class Admission:
         self._open: dict[str, _Open] = {}
         self.num_open = 0
 
-    def check(self, name: str = "", count: int = 1) -> None:
+    def check_early(self, name: str = "", count: int = 1) -> None:
         """Refuse a tenant early, before work is put into its request. Raises as `enter`."""
         tenant = tenant_in(self._tenants, name)
         self._check_size(tenant, count, 0)
@@ -139,7 +139,7 @@ class Admission:
         share = int(self._max_open * tenant.weight / weights)
         return max(self._max_open - total, share - own.num_open)
 
-    def check_invariants(self) -> None:
+    def check(self) -> None:
         """Raise AssertionError when an invariant is broken."""
         assert self.num_open == sum(each.num_open for each in self._open.values())
         for each in self._open.values():

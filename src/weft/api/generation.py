@@ -123,7 +123,7 @@ def num_choices(service: Service, body: GenerationBody) -> int:
     if not 1 <= count <= limit:
         raise InvalidRequest(f"n must be in [1, {limit}], got {count}", "n")
     if count > 1:  # one choice was checked with the model's name
-        service.admission.check(service.settings.tenant_of(body.model), count)
+        service.admission.check_early(service.settings.tenant_of(body.model), count)
     return count
 
 

@@ -126,7 +126,7 @@ class _Pooling:
     ) -> list[Vectors]:
         service = self._service
         tenant = service.settings.tenant_of(self._pinned.name)
-        service.admission.check(tenant, sum(map(len, prompts.values())))
+        service.admission.check_early(tenant, sum(map(len, prompts.values())))
         requests: list[EngineRequest] = []
         for field, given in prompts.items():
             requests += service.intake.pooled(

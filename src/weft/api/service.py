@@ -190,7 +190,7 @@ class Service:
             raise EngineDead("the engine is not running")
         access, model, lora_path = self.access, body.model, body.lora_path
         fairness_var.set(fairness_of(headers))
-        self.admission.check(self.settings.tenant_of(model))
+        self.admission.check_early(self.settings.tenant_of(model))
         adapters = [WeightedAdapter(a.name, a.scale) for a in body.adapters or ()]
         if self.follower is not None:
             named = [(model, "model"), *((each.name, "adapters") for each in adapters)]
