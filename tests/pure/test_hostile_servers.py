@@ -1,4 +1,4 @@
-"""What a server says of itself does not control the terminal of who asks it."""
+"""What servers and names of files hold does not control the terminal of who sees it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from command_line import CliRunner
 from tiny import ADAPTERS
 
 from weft.cli.main import app
+from weft.terminal.options import ending_in_one_line
 
 EVIL = "a\x1b]0;b\x07\x9bc\x1b[31m[bold]d"
 SEEN = "a]0;bc[31m[bold]d"
@@ -79,3 +82,9 @@ def test_names_and_errors(command: list[str], address: str) -> None:
     said = done.stdout + done.stderr
     assert SEEN in said, said
     assert not {"\x1b", "\x07", "\x9b"} & set(said)
+
+
+def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), ending_in_one_line():
+        Path(f"/no/{EVIL}").read_bytes()
+    assert capsys.readouterr().err == f"weft: error: /no/{SEEN}: No such file or directory\n"

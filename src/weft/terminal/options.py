@@ -144,7 +144,7 @@ def ending_in_one_line(status: int = 1, traceback: bool = False) -> Iterator[Non
     except OSError as error:
         if traceback or error.filename is None:
             raise
-        sys.stderr.write(f"weft: error: {error.filename}: {error.strerror}\n")
+        sys.stderr.write(f"weft: error: {plain(str(error.filename))}: {error.strerror}\n")
         raise typer.Exit(status) from None
     except MemoryError as error:
         if traceback:
