@@ -630,6 +630,15 @@ def test_a_name_that_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         LLM("nope")
 
 
+def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_model(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee ...")
+
+    monkeypatch.setattr("weft.worker.build.load_model", load_model)
+    with pytest.raises(ConfigError, match=r"not enough memory .* 2 GiB. \(.* see weft plan\)$"):
+        LLM(BASE)
+
+
 def test_context_manager() -> None:
     with LLM(BASE, num_threads=1, num_blocks=64) as llm:
         assert texts(llm.chat(ask("hello"), GREEDY)) == ["hello?"]

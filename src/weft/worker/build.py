@@ -142,7 +142,13 @@ def read_compiler(device: torch.device) -> None:
 
 def _load(args: EngineArgs, rank: int = 0) -> LoadedModel:
     mtp_head = args.scheduler.speculative == "mtp"
-    return load_model(args.model, rank, args.lora.fully_sharded_loras, mtp_head)
+    try:
+        return load_model(args.model, rank, args.lora.fully_sharded_loras, mtp_head)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        model, why = args.model.model, str(error).partition("\n")[0]
+        message = f"there is not enough memory for the weights of {model}: {why}"
+        advice = "--quantization and --tensor-parallel-size make them smaller; see weft plan"
+        raise ConfigError(f"{message} ({advice})", "model") from error
 
 
 def build_parts(
