@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -15,6 +16,7 @@ PROMPT_TOKENS = 128
 def main() -> None:
     """The order is on stdin: `began`, when the process was started; `model`; `adapter`, a folder;
     `options` of the engine. The answer is the last line of stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the command that started it answers Ctrl-C
     order = json.load(sys.stdin)
     try:
         answer = _start(order)
