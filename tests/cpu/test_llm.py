@@ -10,7 +10,7 @@ import shutil
 import signal
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -302,9 +302,17 @@ def test_an_exception_in_the_middle(llm: LLM) -> None:
     assert texts(llm.chat([ask("hello")] * 2, GREEDY, ["upper", "sort"])) == ["HELLO", "ehllo"]
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Raises SIGINT as in a terminal: programs that run in the background ignore it."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, usual)
+
+
 @pytest.mark.parametrize("doing", ["a step", "a load"])
 def test_ctrl_c_leaves_nothing_half_done(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, doing: str
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, ctrl_c: Callable[[], None], doing: str
 ) -> None:
     """The interrupted adapter gives its only place to another one."""
     llm = make_llm(adapters={"upper": ADAPTERS["upper"]}, max_loras=1)
@@ -314,7 +322,7 @@ def test_ctrl_c_leaves_nothing_half_done(
     def interrupted(*args: Any) -> Any:
         monkeypatch.setattr(worker, verb, whole)
         flight = whole(*args)
-        signal.raise_signal(signal.SIGINT)
+        ctrl_c()
         return flight
 
     monkeypatch.setattr(worker, verb, interrupted)
@@ -327,7 +335,7 @@ def test_ctrl_c_leaves_nothing_half_done(
 
 
 def test_ctrl_c_while_an_adapter_is_registered(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, ctrl_c: Callable[[], None]
 ) -> None:
     """The load goes on, so that the adapter can be used, or unloaded."""
     llm = make_llm(adapters={})
@@ -335,7 +343,7 @@ def test_ctrl_c_while_an_adapter_is_registered(
     pack = worker.pack
 
     def interrupted(source: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
+        ctrl_c()
         return pack(source)
 
     monkeypatch.setattr(worker, "pack", interrupted)
