@@ -97,17 +97,17 @@ class Oracle:
     @torch.inference_mode()
     def _greedy(self, ids_ST: torch.Tensor, count: int) -> list[Expected]:
         new: list[list[int]] = [[] for _ in ids_ST]
-        first_SV = cache = None
+        first_SV = None
         while any(len(ids) < count and ids[-1:] != [EOS] for ids in new):
-            out = self._model(input_ids=ids_ST, past_key_values=cache, use_cache=True)
-            cache, logits_SV = out.past_key_values, out.logits[:, -1].float()
+            # No cache: the name by which models take one is not the same in all transformers.
+            logits_SV = self._model(input_ids=ids_ST, use_cache=False).logits[:, -1].float()
             first_SV = logits_SV.log_softmax(-1) if first_SV is None else first_SV
-            ids_ST = logits_SV.argmax(-1, keepdim=True)
+            ids_ST = torch.cat([ids_ST, logits_SV.argmax(-1, keepdim=True)], dim=1)
             best_S2 = logits_SV.topk(2).values
             for s, ids in enumerate(new):
                 if ids[-1:] != [EOS]:
                     assert best_S2[s, 0] - best_S2[s, 1] > MIN_MARGIN, "a near-tie: other words"
-                    ids.append(int(ids_ST[s]))
+                    ids.append(int(ids_ST[s, -1]))
         return [Expected(ids, first) for ids, first in zip(new, first_SV, strict=True)]
 
 
