@@ -103,7 +103,8 @@ class PeftConfig:
 
     def check_modules(self, modules: list[str], known: Collection[str]) -> None:
         """Raises AdapterInvalid unless the config selects exactly the kinds of `modules`, which may
-        include parameters; `known`: those that the base model has."""
+        include parameters; `known`: those that the base model has. `target_modules` may also list
+        names that the base lacks, which PEFT passes over."""
         keys = {module: self._key_of(module) for module in modules}
         for entry in self.target_parameters:
             if not any(_ends_with(key, entry) for key in keys.values()):
@@ -123,7 +124,7 @@ class PeftConfig:
                 if entry in adapted:
                     continue
                 meant = [module for module in known if _ends_with(module, entry)]
-                if not meant or not all(map(self._leaves_out, meant)):
+                if not all(map(self._leaves_out, meant)):
                     refuse("target_modules", f"no tensor of the file is for {show(entry)}")
 
     def _leaves_out(self, module: str) -> tuple[str, str] | None:
