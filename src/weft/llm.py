@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,8 +82,10 @@ class LLM:
             None if skip_tokenizer_init else load_tokenizer(args.model.model, args.model.revision)
         )
         tokenizers = AdapterTokenizers(self._tokenizer)
-        self._client = DirectClient(args)
-        self.info = self._client.info
+        self._client = client = DirectClient(args)
+        dropped = weakref.finalize(self, lambda: DirectExecutor().run(client.close()))
+        dropped.atexit = False  # then everything goes with the process
+        self.info = client.info
         self._registry = AdapterRegistry([args.model.model], args.model.model)
         self._access = Access(self._registry, Caller())
         self._executor = DirectExecutor()

@@ -680,6 +680,16 @@ def test_a_closed_llm_has_given_its_memory_back() -> None:
     llm.close()
 
 
+def test_a_dropped_llm_has_given_its_memory_back() -> None:
+    """Also after a structured output, for which it has threads and processes of its own."""
+    llm = LLM(BASE, num_threads=1, num_blocks=64)
+    form = StructuredOutputs(choice=("a", "b"))
+    assert llm.chat(ask("hello"), replace(GREEDY, structured_outputs=form))[0].text in ("a", "b")
+    engine = weakref.ref(llm._client.engine)
+    del llm
+    assert engine() is None
+
+
 def test_a_forked_process_is_told_that_the_engine_is_not_there(llm: LLM) -> None:
     try:
         with warnings.catch_warnings(action="ignore"):  # there are other threads
