@@ -62,7 +62,8 @@ class LLM:
     llm.generate(["..."], SamplingParams(max_tokens=32), adapter=["sql"])
 
     `options` are the fields of `weft.core.config` by name (dtype, max_model_len, max_num_seqs,
-    max_loras, ...). Not thread-safe. Raises ConfigError, AdapterError.
+    max_loras, ...). Calls from several threads run one after another.
+    Raises ConfigError, AdapterError.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class LLM:
         each_tenant = _each(tenant, _is_text, count, "tenant", "a name")
         what = "a name, None, a sequence of WeightedAdapter"
         choices = _each(adapter, _is_choice, count, "adapter", what)
-        with contextlib.ExitStack() as held:
+        with self._executor.turn, contextlib.ExitStack() as held:
             pins = [held.enter_context(self._pin(choice)) for choice in choices]
             jobs: list[_Prompting] = []
             for given, its_params, pinned, who in zip(

@@ -11,6 +11,7 @@ import signal
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -351,6 +352,17 @@ def test_ctrl_c_while_an_adapter_is_registered(
         llm.load_adapter("upper", ADAPTERS["upper"])
     assert texts(llm.chat(ask("hello"), GREEDY, "upper")) == ["HELLO"]
     llm.unload_adapter("upper")
+    llm._client.engine.check()
+
+
+def test_calls_from_several_threads_take_turns(llm: LLM) -> None:
+    wanted = ["upper", None, "sort", "reverse"] * 8
+
+    def chat(adapter: str | None) -> str:
+        return llm.chat(ask("hello"), GREEDY, adapter)[0].text
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(chat, wanted)) == ["HELLO", "hello?", "ehllo", "olleh"] * 8
     llm._client.engine.check()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -104,20 +105,23 @@ class LoopExecutor:
 
 class DirectExecutor:
     """An `Executor` without an event loop: coroutines run in the caller's thread, in one go. So it
-    also works where a loop is running already, as in a notebook."""
+    also works where a loop is running already, as in a notebook. Several threads take turns."""
 
     def __init__(self) -> None:
+        self.turn = threading.RLock()
+        """Held by the thread whose coroutine runs, or whose several coroutines belong together."""
         self._busy = False
         self._pending: deque[Coroutine[Any, Any, None]] = deque()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine. What it passed to `later` runs before this returns."""
-        self._busy = True
-        try:
-            return _result(work)
-        finally:
-            self._busy = False
-            self._run_pending()
+        with self.turn:
+            self._busy = True
+            try:
+                return _result(work)
+            finally:
+                self._busy = False
+                self._run_pending()
 
     async def blocking(self, work: Callable[[], T]) -> T:
         return work()
