@@ -109,7 +109,7 @@ SERVED: dict[str, dict] = {
     "regex": {"r": 4, "target_modules": r".*layers\.1\..*(q|v)_proj"},
     "lookahead": {"r": 4, "target_modules": r"(?!.*vision).*(q|v)_proj"},
     "full names": {"r": 4, "target_modules": ["model.layers.1.mlp.up_proj", "o_proj"]},
-    "also names of other models": {"r": 4, "target_modules": ["c_attn", "v_proj", "mixer.dt_proj"]},
+    "other models' names too": {"r": 4, "target_modules": ["q_proj", "qkv_proj", "w1"]},
     "rslora": {"r": 9, "target_modules": ALL_LINEAR, "use_rslora": True},
     "rank_pattern": {"r": 4, "target_modules": ALL_LINEAR, "rank_pattern": RANK_PATTERN},
     "alpha_pattern": {"r": 4, "target_modules": ALL_LINEAR, "alpha_pattern": ALPHA_PATTERN},

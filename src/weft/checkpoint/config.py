@@ -103,8 +103,7 @@ class PeftConfig:
 
     def check_modules(self, modules: list[str], known: Collection[str]) -> None:
         """Raises AdapterInvalid unless the config selects exactly the kinds of `modules`, which may
-        include parameters; `known`: those that the base model has. `target_modules` may also list
-        names that the base lacks, which PEFT passes over."""
+        include parameters, among those that the base model has, `known`."""
         keys = {module: self._key_of(module) for module in modules}
         for entry in self.target_parameters:
             if not any(_ends_with(key, entry) for key in keys.values()):
@@ -119,12 +118,11 @@ class PeftConfig:
             if leaves_out := self._leaves_out(module):
                 refuse(*leaves_out)
         if isinstance(self.target_modules, tuple):
-            adapted = {ending for module in modules for ending in _endings(module)}
+            # PEFT ignores entries that name no module of the base: such lists are for many models.
+            meant = {end for name in known if not self._leaves_out(name) for end in _endings(name)}
+            adapted = {end for name in modules for end in _endings(name)}
             for entry in self.target_modules:
-                if entry in adapted:
-                    continue
-                meant = [module for module in known if _ends_with(module, entry)]
-                if not all(map(self._leaves_out, meant)):
+                if entry in meant and entry not in adapted:
                     refuse("target_modules", f"no tensor of the file is for {show(entry)}")
 
     def _leaves_out(self, module: str) -> tuple[str, str] | None:
