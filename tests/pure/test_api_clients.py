@@ -215,6 +215,31 @@ def test_lora_path_beside_the_model(world: World) -> None:
     run(world, scenario)
 
 
+def test_an_adapter_named_as_elsewhere_is_never_ignored(world: World) -> None:
+    """The base would answer, and the client would take its answer for the adapter's."""
+
+    async def scenario(web: Web) -> None:
+        await web.load("a", world.adapter("a", "a"))
+        for path, least in (*ROUTES, ("/v1/embeddings", {"input": "x"})):
+            for field, value in (
+                ("adapter", "a"),
+                ("adapter_id", "a"),
+                ("adapter_name", "a"),
+                ("lora", [{"id": 0, "scale": 0.5}]),
+                ("lora_name", "a"),
+                ("lora_request", {"lora_name": "a"}),
+                ("merged_adapters", {"ids": ["a"], "weights": [1]}),
+            ):
+                answer = await web.post(path, {"model": "base", **least, field: value})
+                error = answer.json()["error"]
+                assert answer.status_code == 400 and field in error["message"], answer.text
+                assert "the adapter's name as model" in error["message"]
+                answer = await web.post(path, {"model": "a", **least, field: None})
+                assert answer.status_code == 200, answer.text
+
+    run(world, scenario)
+
+
 def test_an_unknown_model_is_answered_with_one_like_it(world: World) -> None:
     async def scenario(web: Web) -> None:
         await web.load("reverse", world.adapter("reverse", "r"))

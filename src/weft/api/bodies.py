@@ -40,7 +40,14 @@ Known = tuple[Any, ...] | Take
 """How a known but unsupported field is treated. A tuple lists its harmless values; others are
 refused."""
 
-_INSTEAD = {"functions": "; use tools", "function_call": "; use tool_choice"}
+_NAMES = ("adapter", "adapter_id", "adapter_name", "lora", "lora_name", "lora_request")
+OTHER_NAMES: dict[str, Known] = dict.fromkeys((*_NAMES, "merged_adapters"), ())
+"""What other servers and their clients call the adapter of a request. If it were ignored, the base
+would answer."""
+
+_INSTEAD = {"functions": "; use tools", "function_call": "; use tool_choice"} | dict.fromkeys(
+    OTHER_NAMES, "; give the adapter's name as model, or several as adapters"
+)
 
 
 def ignored_fields(

@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, Tag
 
 from weft.api.bodies import (
     MAX_MESSAGES,
+    OTHER_NAMES,
     ClosedBody,
     Conversation,
     Known,
@@ -128,6 +129,9 @@ class ModelBody(OpenBody):
     lora_path: str | None = None
     """SGLang's name for the adapter; `model` then names that too, or the base."""
     cache_salt: CacheSalt | None = None
+
+    def ignored(self, strict: bool) -> list[str]:
+        return ignored_fields(self.model_extra, {**self.known, **OTHER_NAMES}, strict=strict)
 
 
 class GenerationBody(ModelBody):
