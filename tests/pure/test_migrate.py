@@ -40,6 +40,10 @@ def options() -> Options:
         ),
         ("lorax-launcher --model-id m --port 80", "m --port 80"),
         (
+            "vllm serve m --served-model-name x y --api-key k l --port 1",
+            "m --served-model-name x --served-model-name y --api-key k --api-key l --port 1",
+        ),
+        (
             "python -m sglang.launch_server --lora-target-modules q_proj k_proj --model-path m"
             " --max-seq-len-to-capture 8192",
             "m",

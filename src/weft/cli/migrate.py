@@ -112,7 +112,9 @@ _SWITCHES = {
 }
 """Those of the flags above that take no value."""
 
-_LISTS = {"--lora-modules", "--lora-paths", "--lora-target-modules"}
+_REPEATED = {"--api-key", "--served-model-name"}
+"""Flags that take several values, and that `weft serve` has once for each."""
+_LISTS = {"--lora-modules", "--lora-paths", "--lora-target-modules", *_REPEATED}
 """Flags that take several values."""
 
 
@@ -276,7 +278,10 @@ def _flags(words: list[str], options: Options) -> Iterator[tuple[str, list[str]]
             at += 1
             if name not in _LISTS:
                 break
-        yield name, values
+        if name in _REPEATED and values:
+            yield from ((name, [value]) for value in values)
+        else:
+            yield name, values
 
 
 def _translate(found: Translation, name: str, values: list[str], options: Options) -> None:
