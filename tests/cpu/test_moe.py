@@ -459,6 +459,16 @@ def test_one_matrix_in_two_forms_is_refused(world: World, tmp_path: Path) -> Non
     assert str(caught.value.param).startswith(LAYER + "experts.0.")
 
 
+@pytest.mark.parametrize("family", ["mixtral"], scope="module")
+def test_experts_that_the_config_names_are_in_the_file(world: World, tmp_path: Path) -> None:
+    name = LAYER.replace("mlp.", "self_attn.q_proj.lora_")
+    tensors = {f"{name}A.weight": torch.ones(2, 32), f"{name}B.weight": torch.ones(32, 2)}
+    for projection in ("w1", "gate_proj"):
+        write_adapter(tmp_path / projection, tensors, r=2, target_modules=["q_proj", projection])
+        with pytest.raises(AdapterInvalid, match=f'no tensor of the file is for "{projection}"'):
+            read(world, tmp_path / projection)
+
+
 @pytest.mark.parametrize("rank", [2, 20])
 def test_few_experts_that_would_take_the_room_of_all(rank: int, tmp_path: Path) -> None:
     """Before anything of that size is allocated."""

@@ -131,12 +131,13 @@ _EXPERT_NAME = re.compile(
     r"|experts\.(?P<expert>[0-9]{1,6})\.(?P<projection>\w+)))"
     r"\.(?P<part>lora_[AB])\.weight"
 )
-_PROJECTIONS = {
+PROJECTIONS = {
     **{name: name for name in ("gate_proj", "up_proj", "down_proj")},
     "w1": "gate_proj",
     "w3": "up_proj",
     "w2": "down_proj",
 }
+"""What an expert's projections are called, by their names in files."""
 _EXPERT_WRAPPERS = ("experts.base_layer", "experts")
 _MAX_FILLED = 64
 """How many times as large the matrices of all experts may be as those in the file."""
@@ -291,11 +292,11 @@ class Gathered:
     def _add_single(
         self, module: _ExpertModule, by_target: dict[str, dict[int, _ExpertModule]]
     ) -> None:
-        projection = _PROJECTIONS.get(module.projection, module.projection)
+        projection = PROJECTIONS.get(module.projection, module.projection)
         same = by_target.setdefault(self._target(module, projection).name, {})
         if module.expert >= self._table.num_experts:
             refuse(module.first, f"the base model has {self._table.num_experts} experts in a layer")
-        if module.projection not in _PROJECTIONS or module.expert in same:
+        if module.projection not in PROJECTIONS or module.expert in same:
             refuse(module.first, "is not the name of an expert's matrix, or one that occurs twice")
         same[module.expert] = module
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from weft.checkpoint.config import PeftConfig
 from weft.checkpoint.fields import Fields, bounded, flag, is_off, names, token_ids
 from weft.checkpoint.kinds.base import LAYERS, Kind, PeftAdapter
-from weft.checkpoint.names import WHOLE_SUFFIXES, Gathered, NamedTensors
+from weft.checkpoint.names import PROJECTIONS, WHOLE_SUFFIXES, Gathered, NamedTensors
 from weft.checkpoint.parts import (
     EMBEDDING,
     HEAD,
@@ -142,7 +142,7 @@ def _sort(adapter: PeftAdapter) -> AdapterParts:
     if config.ensure_weight_tying and table.tied and EMBEDDING in adapted:
         adapted = [name for name in adapted if name != HEAD]  # PEFT adapts it unasked
     modules = [module for name in adapted for module in gathered.modules_of(name)]
-    config.check_modules(modules, table.by_name)
+    config.check_modules(modules, [*table.by_name, *(PROJECTIONS if table.has_experts else ())])
     config.check_saved(found.saved(), [*table.by_name, *table.norms_by_name])
     return parts
 
