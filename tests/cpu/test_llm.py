@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import signal
+import socketserver
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -44,6 +46,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 HALF = "\ud83d"
 """One half of a surrogate pair."""
 EOS = 2
+HUB = "huggingface_hub.constants"
 
 
 @pytest.fixture(scope="module")
@@ -657,6 +660,23 @@ def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.worker.build.load_model", load_model)
     with pytest.raises(ConfigError, match=r"not enough memory .* 2 GiB. \(.* see weft plan\)$"):
         LLM(BASE)
+
+
+def test_a_hub_that_hangs_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the hub's client raises then comes from a library that differs by its version."""
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as hub:
+        monkeypatch.setattr(f"{HUB}.ENDPOINT", f"http://127.0.0.1:{hub.server_address[1]}")
+        monkeypatch.setattr(f"{HUB}.HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(f"{HUB}.HF_HUB_OFFLINE", False)
+        thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            with pytest.raises(ConfigError, match="org/model is neither a local folder") as error:
+                LLM("org/model")
+        finally:
+            hub.shutdown()
+            thread.join()
+    assert error.value.param == "model"
 
 
 def test_context_manager() -> None:

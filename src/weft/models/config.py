@@ -238,7 +238,7 @@ def _download(name: str, revision: str | None, weights: bool) -> Path:
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=patterns)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of many kinds, from several libraries
         at = f" at revision {revision}" if revision else ""
         raise ConfigError(
             f"{name}{at} is neither a local folder nor a model that can be downloaded: {error}",
