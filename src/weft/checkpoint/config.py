@@ -102,8 +102,8 @@ class PeftConfig:
                 refuse("trainable_token_indices", f"{show(ending)} is no embedding of the base")
 
     def check_modules(self, modules: list[str], known: Collection[str]) -> None:
-        """Raises AdapterInvalid unless, of all modules that the base model has (`known`), the config
-        selects exactly the kinds of `modules`, which may include parameters."""
+        """Raises AdapterInvalid unless, of all modules that the base model has (`known`), the
+        config selects exactly the kinds of `modules`, which may include parameters."""
         keys = {module: self._key_of(module) for module in modules}
         for entry in self.target_parameters:
             if not any(_ends_with(key, entry) for key in keys.values()):
