@@ -384,7 +384,7 @@ def test_openai_async(server: Server) -> None:
 # litellm ------------------------------------------------------------------------------------------
 
 its_own_warnings = pytest.mark.filterwarnings(
-    "ignore:Item '.*' on TypedDict class 'ChatCompletion.*' is using the `ReadOnly`:UserWarning",
+    "ignore:Items? '.*' on TypedDict class '.*' (is|are) using the `ReadOnly`:UserWarning",
     r"ignore::DeprecationWarning:litellm\..*",
 )
 
