@@ -260,6 +260,24 @@ def test_a_tensor_with_nan(broken: Broken) -> None:
     assert "take an earlier checkpoint" in check(folder).stdout
 
 
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_a_file_that_git_lfs_has_not_downloaded(broken: Broken, name: str) -> None:
+    folder = broken()
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'5' * 64}\nsize 9000\n"
+    (folder / name).write_text(pointer)
+    (refusal,) = report(folder)["refusals"]
+    assert refusal["param"] == name
+    assert "git lfs pull" in refusal["message"]
+
+
+def test_a_config_that_is_not_pefts(broken: Broken) -> None:
+    folder = broken()
+    (folder / CONFIG).write_text(json.dumps({"fine_tune_type": "lora", "num_layers": 4}))
+    (refusal,) = report(folder)["refusals"]
+    assert refusal["param"] == "peft_type"
+    assert "not PEFT's" in refusal["message"]
+
+
 def test_files_that_are_missing_or_no_adapter(tmp_path: Path, broken: Broken) -> None:
     assert [r["param"] for r in report(tmp_path)["refusals"]] == [CONFIG]
     folder = broken()

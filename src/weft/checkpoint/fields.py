@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import regex
 
-from weft.checkpoint.refuse import refuse, show, shown_name
+from weft.checkpoint.refuse import refuse, refuse_pointer, show, shown_name
 from weft.core.files import CONFIG_FILE
 
 # -- patterns --------------------------------------------------------------------------------------
@@ -138,6 +138,7 @@ Entries = TypeVar("Entries", bound=Collection[object])
 
 def load_object(text: bytes) -> dict[str, object]:
     """The fields of a config."""
+    refuse_pointer(CONFIG_FILE, text)
     try:
         fields = json.loads(text)
     except RecursionError:

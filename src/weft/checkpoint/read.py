@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.checkpoint.refuse import refuse, show, shown_name
+from weft.checkpoint.refuse import refuse, refuse_pointer, show, shown_name
 from weft.core.adapters import AdapterSource
 from weft.core.errors import AdapterNotFound, AdapterUnavailable
 from weft.core.files import CONFIG_FILE, MAX_BYTES, WEIGHTS_FILE, content_digest
@@ -175,6 +175,7 @@ def parse_stored(
     one large copy is made, but not while libraries make many small ones.
     Raises AdapterInvalid for a malformed file or a dtype other than float32, float16, bfloat16.
     """
+    refuse_pointer(WEIGHTS_FILE, weights)
     length = int.from_bytes(weights[:8], "little")
     if len(weights) < 8 or length > len(weights) - 8:
         refuse(WEIGHTS_FILE, "malformed: it ends before its header does")

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from weft.core.errors import AdapterInvalid
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_SHOWN = 160
 """Characters."""
 
@@ -15,6 +16,13 @@ def refuse(name: str, why: str) -> NoReturn:
     """Raise AdapterInvalid for the field, tensor or file `name`; it becomes `param`."""
     name = shown_name(name)
     raise AdapterInvalid(f"{name}: {why}", name) from None
+
+
+def refuse_pointer(name: str, content: bytes | memoryview) -> None:
+    """Raise AdapterInvalid if the file's content is what Git LFS puts in the place of a file that
+    it has not downloaded."""
+    if bytes(content[: len(_LFS_POINTER)]) == _LFS_POINTER:
+        refuse(name, "is only a pointer of Git LFS; `git lfs pull` downloads the file itself")
 
 
 def shown_name(name: str) -> str:

@@ -46,6 +46,8 @@ def kind_names() -> list[str]:
 
 def find_kind(peft_type: object) -> Kind:
     """The kind of that name. Raises AdapterInvalid when there is none."""
+    if peft_type is None:
+        refuse("peft_type", "is missing, so that the configuration is not PEFT's")
     if isinstance(peft_type, str):
         if peft_type in _BUILT_IN:
             built_in: Kind = import_module(f"{__name__}.{peft_type.lower()}").KIND
