@@ -653,12 +653,19 @@ def test_a_name_that_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         LLM("nope")
 
 
-def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shutil.copytree(BASE, tmp_path, dirs_exist_ok=True)
+    config = json.loads((BASE / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 1 << 40}))
+    advice = r" \(--quantization .* see weft plan\)$"
+    with pytest.raises(ConfigError, match=f"not enough memory .* can't allocate .*{advice}"):
+        LLM(tmp_path, load_format="dummy")
+
     def load_model(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee ...")
 
     monkeypatch.setattr("weft.worker.build.load_model", load_model)
-    with pytest.raises(ConfigError, match=r"not enough memory .* 2 GiB. \(.* see weft plan\)$"):
+    with pytest.raises(ConfigError, match=rf"not enough memory .* 2 GiB\.{advice}"):
         LLM(BASE)
 
 

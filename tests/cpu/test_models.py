@@ -786,6 +786,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"num_key_value_heads": 0}, "num_key_value_heads"),
         ({"num_hidden_layers": 2**70}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
     ],
 )
 def test_configurations_that_would_be_wrong_are_refused(

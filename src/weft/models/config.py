@@ -205,6 +205,8 @@ def load_model_config(path_or_id: str | Path, revision: str | None = None) -> Mo
     return _build(architecture, family, hf, raw, _eos_token_ids(folder, raw))
 
 
+MAX_LAYERS = 1000
+"""The most layers of a model. Published ones have at most a few hundred."""
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
@@ -273,6 +275,10 @@ def _architecture_of(raw: dict[str, Any]) -> str:
         text = raw.get("text_config")
         raw = text if isinstance(text, dict) else {}
         _check_model_type(raw, family.model_type, name)
+    layers = raw.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_LAYERS:  # before lists of layers are made
+        message = f"num_hidden_layers must be at most {MAX_LAYERS}, got {layers}"
+        raise ConfigError(message, "num_hidden_layers")
     if not raw.get("is_causal", True):
         message = "is_causal false is not served: tokens would see those after them"
         raise ConfigError(message, "is_causal")

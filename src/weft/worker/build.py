@@ -144,7 +144,10 @@ def _load(args: EngineArgs, rank: int = 0) -> LoadedModel:
     mtp_head = args.scheduler.speculative == "mtp"
     try:
         return load_model(args.model, rank, args.lora.fully_sharded_loras, mtp_head)
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except RuntimeError as error:
+        on_gpu = isinstance(error, torch.OutOfMemoryError)
+        if not on_gpu and "DefaultCPUAllocator" not in str(error):  # it has no class of its own
+            raise
         model, why = args.model.model, str(error).partition("\n")[0]
         message = f"there is not enough memory for the weights of {model}: {why}"
         advice = "--quantization and --tensor-parallel-size make them smaller; see weft plan"
