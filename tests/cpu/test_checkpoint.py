@@ -343,6 +343,11 @@ def test_odd_field_names_are_escaped(plain: tuple[dict, Tensors]):
     refused(r"\ud800\n", {**config, "\ud800\n": 1}, tensors)
 
 
+def test_unknown_fields_are_refused_with_a_way_out(plain: tuple[dict, Tensors]):
+    config, tensors = plain
+    assert "remove it if" in refused("purpose", {**config, "purpose": "to answer"}, tensors)
+
+
 OFF = {"none": None, "false": False, "empty": "", "list": [], "object": {}}
 
 

@@ -111,7 +111,7 @@ class Kind:
             if is_off or name in self.harmless | COMMON_HARMLESS:
                 continue
             if name not in self.read | COMMON_READ:
-                why = f"an unknown field with the value {show(value)}"
+                why = f"an unknown field with the value {show(value)}; remove it if it is a note"
                 refuse(name, {**COMMON_REFUSED, **self.refused}.get(name, why))
 
 
