@@ -715,6 +715,13 @@ def test_pickles_are_refused(saved: Path, tmp_path: Path, name: str):
     assert caught.value.param == name
 
 
+def test_files_of_mlx_are_refused(saved: Path, tmp_path: Path):
+    (copy(saved, tmp_path) / WEIGHTS).rename(tmp_path / "adapters.safetensors")
+    with pytest.raises(AdapterInvalid, match="mlx_lm.fuse") as caught:
+        load(tmp_path)
+    assert caught.value.param == "adapters.safetensors"
+
+
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_enormous_files_are_not_read(saved: Path, tmp_path: Path, name: str):
     with (copy(saved, tmp_path) / name).open("r+b") as file:

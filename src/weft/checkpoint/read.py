@@ -51,6 +51,7 @@ _IN_CACHE = 1 << 16
 Bytes = npt.NDArray[np.uint8]
 Raw = npt.NDArray[Any]
 """Values of a dtype that weights are stored in: uint16 stands for bfloat16, which NumPy lacks."""
+_MLX_FILE = "adapters.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -78,7 +79,7 @@ def read_adapter(
 
     Raises AdapterNotFound (a file is missing), AdapterPathRefused (a file is a link that leaves the
     root), AdapterUnavailable (the digest is not `expect_digest`, or reading takes too long) and
-    AdapterInvalid (no regular file, pickle, too large).
+    AdapterInvalid (no regular file, pickle, of mlx-lm, too large).
     """
     deadline = deadline or Deadline()
     config = folder.read(CONFIG_FILE, MAX_CONFIG_BYTES, deadline)
@@ -86,7 +87,7 @@ def read_adapter(
         raise _missing(CONFIG_FILE)
     weights = folder.read(WEIGHTS_FILE, _max_weight_bytes(table, max_rank), deadline)
     if weights is None:
-        _refuse_pickle(folder)
+        _refuse_other_formats(folder)
         raise _missing(WEIGHTS_FILE)
     files = AdapterFiles(bytes(config), weights)
     if expect_digest is not None and files.digest != expect_digest:
@@ -222,8 +223,11 @@ def _missing(name: str) -> AdapterNotFound:
     return AdapterNotFound(f"the adapter's folder has no file {name}", name)
 
 
-def _refuse_pickle(folder: Folder) -> None:
+def _refuse_other_formats(folder: Folder) -> None:
+    """Raise AdapterInvalid if the folder holds weights in a format that is not served."""
     for name in folder.names():
+        if name == _MLX_FILE:
+            refuse(name, "mlx-lm's format is not served; make a base of it with `mlx_lm.fuse`")
         if name.endswith(_PICKLES):
             remedy = f"save the adapter as {WEIGHTS_FILE} (safe_serialization=True)"
             refuse(name, f"pickle files are never opened here; {remedy}")
