@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import warnings
@@ -102,6 +103,8 @@ def test_a_model_outlives_the_thread_that_made_it(make_llm: MakeLLM) -> None:
         llm = pool.submit(make_llm, **TWO).result()
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     assert len(llm.generate([1, 2, 3], params)[0].token_ids) == 4
+    start = llm._client.engine._worker._others._starting
+    assert start.is_over and not start.hangs(math.inf), "it ends when the start's time is over"
 
 
 @pytest.fixture(scope="class")

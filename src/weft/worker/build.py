@@ -53,6 +53,7 @@ from weft.worker.protocol import WorkerFacts
 from weft.worker.rehearsal import SLOT, Rehearsal, rehearsed_adapter
 from weft.worker.sampler import Sampler
 from weft.worker.selfcheck import TOKENS, Activity, SelfCheck, num_blocks
+from weft.worker.starting import BUILT
 from weft.worker.worker import DeviceWorker
 
 LOST_S = 1.0
@@ -100,6 +101,7 @@ def build_worker(
         parts = build_parts(args, stages, ranks, model.result, peers.host_fd)
         peers.wait()
         stages.end("others")
+        peers.stage_ended(BUILT)
         return _assemble(args, parts, peers)
     except WeftError:
         peers.close()

@@ -163,9 +163,8 @@ class Peers:
         self._starting.end(0, stage, time.monotonic())
 
     def wait(self) -> None:
-        """Wait until all ranks can take steps; the first one can. Raises EngineDead."""
+        """Wait until all other ranks can take steps. Raises EngineDead."""
         self._wait_until(BUILT)
-        self.stage_ended(BUILT)
 
     def _wait_until(self, stage: str) -> None:
         while not self._starting.others_ended(stage):
