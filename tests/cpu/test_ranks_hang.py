@@ -25,7 +25,7 @@ if sys.platform != "linux":
 from weft.kernels.collective import group
 from weft.worker import peers, spawn, starting
 from weft.worker.peers import Peers
-from weft.worker.records import StepFailed
+from weft.worker.records import StageEnded, StepFailed
 
 SLEEPS = "import time; time.sleep(600)"
 HANGS = """
@@ -98,6 +98,36 @@ def test_each_step_that_fails_has_time_to_settle(monkeypatch: pytest.MonkeyPatch
         assert lost.wait(PATIENCE_S)
     finally:
         others.close()
+
+
+def test_a_pause_of_all_processes_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a container is paused: the clock jumps, and ranks had no time to say anything."""
+    run_instead(monkeypatch, SLEEPS)
+    looks: list[float] = []
+    lost = threading.Event()
+    ahead_s, clock, sleep = 0.0, time.monotonic, time.sleep
+
+    def watched(seconds: float) -> None:
+        if seconds == peers.WATCH_S:
+            looks.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(peers, "WATCH_S", 0.002)
+    monkeypatch.setattr(time, "sleep", watched)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead_s)
+    monkeypatch.setattr(starting, "TOGETHER_S", PATIENCE_S)
+    ranks = Peers(engine_args(str(BASE), device="cpu", tensor_parallel_size=2), lost.set)
+    try:
+        for stage in (starting.IMPORTS, starting.BUILT):
+            ranks.stage_ended(stage)
+            ranks._take(ranks._peers[0], StageEnded(stage))
+        ahead_s = 3600.0
+        looks.clear()
+        wait_until(lambda: len(looks) > 2 or lost.is_set())
+        ranks.check()
+        assert ranks.stuck_s()["ranks"] < peers.SETTLE_S
+    finally:
+        ranks.close()
 
 
 def test_a_rank_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,9 @@ class _Peer:
     rank: int
     process: subprocess.Popen[bytes]
     connection: Connection
-    heard_s: float
+    silent_s: float = 0.0
+    """For how long it has given no sign of life. Pauses of the machine, or of the container, do not
+    count, since it is paused too."""
     stuck_s: dict[str, float] = field(default_factory=dict)
     sending: threading.Lock = field(default_factory=threading.Lock)
 
@@ -138,7 +140,7 @@ class Peers:
         self._peers: list[_Peer] = []
         for rank, bell in zip(others, bells, strict=True):
             process, link = spawn([ring_fd, bell, self.host_fd])
-            peer = _Peer(rank, process, Connection(link.detach()), time.monotonic())
+            peer = _Peer(rank, process, Connection(link.detach()))
             self._peers.append(peer)
             setup = RankSetup(args, rank, parent_pid, str(self._folder.path), _logs())
             with contextlib.suppress(OSError):  # `_listen` sees that it is gone
@@ -313,14 +315,14 @@ class Peers:
             self._lose(f"rank {peer.rank} of the model has ended with exit code {code}")
 
     def _take(self, peer: _Peer, report: Report) -> None:
-        peer.heard_s = time.monotonic()
+        peer.silent_s = 0.0
         match report:
             case RankAnswer(call, result):
                 with self._lock:
                     future = self._waiting.pop((call, peer.rank))
                 future.set_result(result)
             case StageEnded(stage):
-                self._starting.end(peer.rank, stage, peer.heard_s)
+                self._starting.end(peer.rank, stage, time.monotonic())
             case StepFailed(message):
                 logger.error("a step failed on rank %d: %s", peer.rank, message)
                 failed = self._step_failed = f"a step failed on rank {peer.rank}: {message}"
@@ -334,6 +336,8 @@ class Peers:
         """End all ranks if one hangs: during the start, or later, without a sign of life."""
         while not self._closing and self._trouble is None:
             time.sleep(WATCH_S)
+            for peer in self._peers:
+                peer.silent_s += WATCH_S
             problem = self._starting.hangs(time.monotonic())
             silent_s = self._silent_s()
             if self._starting.is_over and silent_s > SETTLE_S:
@@ -343,8 +347,7 @@ class Peers:
                 self._lose(problem)
 
     def _silent_s(self) -> float:
-        now = time.monotonic()
-        return max((now - peer.heard_s for peer in self._peers), default=0.0)
+        return max((peer.silent_s for peer in self._peers), default=0.0)
 
     def _trace(self) -> None:
         """Have all ranks log where their threads are, as one of them hangs."""
