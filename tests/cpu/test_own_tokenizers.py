@@ -304,3 +304,17 @@ def test_a_saved_tokenizer_loads(tmp_path: Path) -> None:
     assert loaded.encode("日本 the") == byte_level().encode("日本 the")
     assert loaded.eos_ids == byte_level().eos_ids
     assert loaded.vocab_size == byte_level().vocab_size
+
+
+def test_special_tokens_that_the_vocabulary_lacks(tmp_path: Path) -> None:
+    """As early conversions of Llama have them. They are none, for the base and for adapters."""
+    byte_level()._hf.save_pretrained(str(tmp_path))
+    config = tmp_path / "tokenizer_config.json"
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "")
+    config.write_text(json.dumps(json.loads(config.read_text()) | special))
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.encode("the é") == byte_level().encode("the é")
+    assert (loaded.bos_id, loaded.eos_ids) == (None, ())
+    files = {name: (tmp_path / name).read_bytes() for name in ("tokenizer.json", config.name)}
+    own = adapter_tokenizers.AdapterTokenizers(byte_level()).load(files)
+    assert own is not None and own.eos_ids == () and own.extends_base

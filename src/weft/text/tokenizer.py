@@ -70,6 +70,10 @@ class Tokenizer(TokenReader):
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
+            # Early conversions of Llama have the empty text for special tokens. Transformers would
+            # stand this one in for all tokens that it does not know, itself among them, endlessly.
+            if hf.unk_token is not None and self._fast.token_to_id(hf.unk_token) is None:
+                hf.unk_token = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
