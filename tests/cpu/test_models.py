@@ -623,6 +623,16 @@ def test_every_field_is_read_or_without_effect_or_at_its_default(
     assert "new_in_some_release is not known to transformers" in caplog.text
 
 
+def test_fields_of_published_gemmas(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Transformers makes the layers' types of the pattern, but has no such field."""
+    config = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    published = {"sliding_window_pattern": 2, "cache_implementation": "hybrid"}
+    sizes = {"num_hidden_layers": 4, "sliding_window": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config | published | sizes))
+    assert load_model_config(tmp_path).windows == (8, None, 8, None)
+    assert not caplog.records
+
+
 def test_every_family_is_among_the_configurations() -> None:
     """So the fields of each are walked, and its logits compared."""
     assert {config.model_type for config in CONFIGS.values()} == {

@@ -63,6 +63,7 @@ READ = frozenset(
         "rope_parameters",
         "shared_expert_intermediate_size",
         "sliding_window",
+        "sliding_window_pattern",
         "swiglu_alpha",
         "swiglu_limit",
         "tie_word_embeddings",
@@ -95,6 +96,7 @@ WITHOUT_EFFECT = frozenset(
         "router_jitter_noise",
         # how transformers computes or answers, not what
         "_attn_implementation_autoset",
+        "cache_implementation",
         "chunk_size_feed_forward",
         "id2label",
         "label2id",
