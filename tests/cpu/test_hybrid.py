@@ -169,9 +169,11 @@ def test_every_trained_adapter_answers_right(make_llm: MakeLLM) -> None:
     assert not any(output.num_cached_tokens for output in new)
     known = [(len(output.prompt_token_ids) - 1) // 4 * 4 for output in again]
     assert [o.num_cached_tokens for o in again] == [n if n >= 8 else 0 for n in known]
-    short = make_llm(**TRAINED | SHORT | {"num_blocks": 24})
+    short = make_llm(**TRAINED | SHORT | {"num_blocks": 14})
+    check_answers(short, [(None, word)] * 8)  # those of adapters may come one by one, as these load
+    assert short.stats().preemptions > 0
     check_answers(short, asked)
-    assert short.stats().preemptions > 0 and short.stats().adapter_evictions > 0
+    assert short.stats().adapter_evictions > 0
 
 
 @pytest.mark.exhaustive
