@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from test_scheduler import Harness, SchedulerMachine, request
@@ -65,7 +65,16 @@ loads = st.lists(
 )
 
 
+SHORT_OF_BLOCKS = [
+    *[(0, "a", 3, 17), (0, "a", 2, 17), (4, "a", 1, 6), (4, "b", 4, 19), (25, "b", 1, 1)],
+    (0, "a", 1, 17),
+]
+"""When the last request comes, a's decodes wait until the step has those of b. One of them then
+needs a block, and none is free."""
+
+
 @settings(max_examples=25, deadline=None)
+@example(SHORT_OF_BLOCKS, 0, 4, 12)
 @given(loads, st.sampled_from([0, 1]), st.sampled_from([2, 4]), st.sampled_from([12, 30, 60]))
 def test_nobody_starves(
     load: list[tuple[int, str, int, int]], ahead: int, cap: int, blocks: int

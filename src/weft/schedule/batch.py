@@ -266,7 +266,7 @@ class Batch:
             if self._parked:
                 self._strip(self._parked[-1])
                 continue
-            victim = self._last_of_largest(seq) if self.waiting.contended else self.running[-1]
+            victim = self._victim(seq, draft)
             self.park(victim)
             self._strip(victim)
             if victim is seq:
@@ -274,14 +274,18 @@ class Batch:
         draft.new_blocks.append((seq.row, len(seq.holding.blocks) - 1, block))
         return True
 
-    def _last_of_largest(self, seq: Sequence) -> Sequence:
-        """The youngest request of the tenant that has most blocks for its weight, among those that
-        came no earlier than `seq`: earlier ones may be in the draft."""
+    def _victim(self, seq: Sequence, draft: Draft) -> Sequence:
+        """The youngest running request; if tenants compete, that of the tenant that has most blocks
+        for its weight. A request that came before `seq`, or that the step computes, is spared."""
+        drafted = set(draft.sequences)
+        later = [s for s in self.running[bisect_left(self.running, seq) :] if s not in drafted]
+        if not self.waiting.contended:
+            return later[-1]
+        youngest = {s.account: s for s in later}
         blocks: Counter[Account] = Counter()
         for each in self.running:
             blocks[each.account] += len(each.holding.blocks)
-        later = {s.account: s for s in self.running[bisect_left(self.running, seq) :]}
-        return later[max(later, key=lambda account: blocks[account] / account.weight)]
+        return youngest[max(youngest, key=lambda account: blocks[account] / account.weight)]
 
     def park(self, seq: Sequence) -> None:
         """Put a running request back to the queue, at its place by arrival, with its blocks."""
