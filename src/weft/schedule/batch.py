@@ -281,11 +281,10 @@ class Batch:
         later = [s for s in self.running[bisect_left(self.running, seq) :] if s not in drafted]
         if not self.waiting.contended:
             return later[-1]
-        youngest = {s.account: s for s in later}
         blocks: Counter[Account] = Counter()
         for each in self.running:
             blocks[each.account] += len(each.holding.blocks)
-        return youngest[max(youngest, key=lambda account: blocks[account] / account.weight)]
+        return max(reversed(later), key=lambda s: blocks[s.account] / s.account.weight)
 
     def park(self, seq: Sequence) -> None:
         """Put a running request back to the queue, at its place by arrival, with its blocks."""
