@@ -30,6 +30,7 @@ from weft.schedule.plan import Admitted, StepPlan
 from weft.worker import build
 from weft.worker.execute import StepExecutor
 from weft.worker.inputs import RowState
+from weft.worker.memory import CacheSizes
 from weft.worker.records import StepOrder, packed
 from weft.worker.rehearsal import SLOT, Rehearsal, rehearsed_adapter
 
@@ -108,10 +109,12 @@ def test_what_is_rehearsed_was_launched_before_to_be_compiled(
     monkeypatch.setattr(check, "_check", told("check", not_computed))
     sizes = 16, facts.num_blocks, facts.num_states, facts.vocab_size
     rehearsal = Rehearsal(2, 32, 32, *sizes)
+    sizes = CacheSizes(facts.num_blocks, facts.num_states, 0)
+    executor, activity = worker._executor, worker._activity
+    parts = build.DeviceParts(worker.model, worker.pool, executor, activity, check, sizes, 32)
     with torch.inference_mode():
-        parts = worker._executor, worker.pool, check, rehearsal, ALONE, Stages()
-        build._prepare(*parts)
-    assert run[True][-1] == "check" and run[False] == ["told", *run[True]]
+        build._use_first(parts, rehearsal, ALONE, Stages(), told("compiled", lambda: None))
+    assert run[True][-1] == "check" and run[False] == ["told", "compiled", *run[True]]
 
 
 def test_kernels_for_adapters_of_experts_are_rehearsed_where_there_are_experts() -> None:

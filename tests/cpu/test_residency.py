@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import shutil
 import sys
 import threading
 import time
@@ -48,6 +49,7 @@ from weft.worker.adapters import AdapterLoader
 from weft.worker.images import ImageStore
 from weft.worker.memory import HostMemory
 from weft.worker.protocol import LoadOrder, LoadResult
+from weft.worker.reading import NUM_READERS, AdapterReader
 
 
 def image(digest: str, size: int, value: float = 1.0) -> AdapterImage:
@@ -111,6 +113,8 @@ def info(digest: str) -> AdapterInfo:
 
 class FakeDisk:
     """Images by path. An exception in place of an image is raised; `gate` holds reads up."""
+
+    num_ranks = 1
 
     def __init__(self) -> None:
         self.files: dict[str, AdapterImage | Exception] = {}
@@ -189,8 +193,11 @@ class World:
         self.slots = AdapterSlots(100, num_slots)
         memory = torch.full((host_bytes,), 255, dtype=torch.uint8) if arena else None
         self.images = folder and ImageStore(folder, "base", torch.float32, 1 << 30)
-        adapters: Any = (self.pool, self.disk, self.images, HostMemory(host_bytes, memory))
-        self.adapters = AdapterLoader(*adapters, None, clock=lambda: self.clock_s)
+        packer: Any = self.disk
+        pool: Any = self.pool
+        self.reader = AdapterReader(packer, self.images, clock=lambda: self.clock_s)
+        host = HostMemory(host_bytes, memory)
+        self.adapters = AdapterLoader(pool, self.reader, host, None, clock=lambda: self.clock_s)
         self.worker = FakeWorker(self.pool, self.adapters)
         worker: Any = self.worker
         self.residency = Residency(
@@ -361,6 +368,54 @@ def test_register_what_never_fits(world: World) -> None:
     assert isinstance(ended.error, AdapterInvalid) and ended.error.param == "adapter_memory"
     assert not world.slots.knows("a")
     assert world.residency.host.digests() == ()
+
+
+def test_what_is_read_ahead_is_not_read_again_unless_it_changes(
+    world: World, tmp_path: Path
+) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.mkdir()
+        (path / "adapter_config.json").write_text("{}")
+        world.disk.files[str(path)] = image(path.name, 10)
+    world.reader.begin([AdapterSource(str(path)) for path in paths], 1 << 20)
+    world.settle(lambda: all(ahead.done() for ahead in world.reader._ahead.values()))
+    (paths[1] / "adapter_config.json").write_text("{ }")
+    world.disk.files[str(paths[1])] = image("changed", 10)
+    paths[2].rename(tmp_path / "d")
+    world.disk.files[str(paths[2])] = AdapterUnavailable("it is gone", "lora_path")
+    answers = [world.register(str(p), world.disk.files[str(p)]) for p in (*paths, paths[0])]
+    found = [a.error.message if a.error else a.info and a.info.digest for a in answers]
+    assert found == ["a", "changed", "it is gone", "a"]
+    counts = Counter(path[-1] for path, _ in world.disk.reads)
+    assert counts == {"a": 2, "b": 2, "c": 2}, "each is handed out once"
+
+
+def test_known_content_that_is_read_ahead_needs_no_folder_later(
+    imaged: World, tmp_path: Path
+) -> None:
+    known = imaged.register("/a", image("a", 10)).info
+    assert known is not None
+    imaged.catalog.forget("a")
+    imaged.reader.begin([AdapterSource("/a", "a"), AdapterSource("/b", "b")], 1 << 20)
+    imaged.settle(lambda: all(ahead.done() for ahead in imaged.reader._ahead.values()))
+    shutil.rmtree(tmp_path / "cache")
+    answer = imaged.register("/a", RuntimeError("it was read again"), before=known)
+    assert answer.info is not None and answer.info.digest == "a"
+    assert imaged.register("/b", image("b", 10), before=info("b")).info is not None
+
+
+def test_little_memory_is_read_ahead(world: World, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i:02}" for i in range(30)]
+    for path in paths:
+        path.mkdir()
+        world.disk.files[str(path)] = image(path.name, 10)
+    each = image("00", 10).num_bytes
+    world.reader.begin([AdapterSource(str(path)) for path in paths], 3 * each)
+    world.settle(lambda: all(ahead.done() for ahead in world.reader._ahead.values()))
+    assert 3 <= len(world.disk.reads) < 3 + NUM_READERS
+    for path in paths[:5]:
+        assert world.register(str(path), world.disk.files[str(path)]).info is not None
 
 
 def test_registrations_end_with_their_own_call_ids(world: World) -> None:

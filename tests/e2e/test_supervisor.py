@@ -183,9 +183,12 @@ class World:
         self.first_gate.set()
         self.start_gate = asyncio.Event()
         self.start_gate.set()
+        self.first: tuple[AdapterSource, ...] = ()
+        """What the last engine was told that it would hold."""
 
-    async def start(self, _: object) -> Fake:
+    async def start(self, args: EngineArgs) -> Fake:
         self.starts_s.append(time.monotonic())
+        self.first = args.first_adapters
         await self.start_gate.wait()
         if self.failures:
             raise self.failures.pop(0)
@@ -446,13 +449,30 @@ def test_a_release_while_there_is_no_engine(fake: Callable[[Test], None], when: 
     fake(test)
 
 
+def test_a_new_engine_is_told_what_it_will_hold(fake: Callable[[Test], None]) -> None:
+    async def test(world: World, client: Supervisor) -> None:
+        assert world.first == ()
+        await hold(client, "/a")
+        await hold(client, "/b")
+        await restarted(world, client)
+        assert [(source.path, source.digest) for source in world.first] == [
+            ("/a", "A"),
+            ("/b", "B"),
+        ]
+        await client.release("A", "a")
+        await restarted(world, client)
+        assert [source.path for source in world.first] == ["/b"]
+
+    fake(test)
+
+
 def test_a_release_just_before_holds_are_repeated(fake: Callable[[Test], None]) -> None:
     async def test(world: World, client: Supervisor) -> None:
         await hold(client, "/a")
         await hold(client, "/b")
         releases: list[asyncio.Future[None]] = []
 
-        async def start(args: object) -> Fake:
+        async def start(args: EngineArgs) -> Fake:
             releases.append(asyncio.ensure_future(client.release("A", "a")))
             return await world.start(args)
 

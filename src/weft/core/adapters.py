@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.core.errors import InvalidRequest, shown
-from weft.core.sampling import is_number
+from weft.core.numbers import is_number
 
 MAX_PARTS = 8
 MAX_SCALE = 100.0

@@ -12,7 +12,9 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from weft.core.adapters import AdapterSource
 from weft.core.errors import ConfigError, shown
+from weft.core.numbers import MAX_NUMBER
 from weft.core.sizes import parse_bytes, parse_memory
 
 if TYPE_CHECKING:
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
 
 MAX_RANK = 256
 """Largest rank that kernels must take."""
-MAX_NUMBER = 2**63 - 1
-"""Largest number that is passed between processes."""
 MAX_THREADS = 1024
 """Largest number of threads to compute with: with many more, a process can't start them."""
 MAX_ADDED_TOKENS = 256
@@ -219,6 +219,9 @@ class EngineArgs:
     scheduler: SchedulerArgs = field(default_factory=SchedulerArgs)
     num_threads: int | None = None
     kv_events: KvEventsArgs | None = None
+    first_adapters: tuple[AdapterSource, ...] = ()
+    """Adapters that the engine will be asked to hold as soon as it is ready. It reads some of them
+    while it still prepares a GPU."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_threads")

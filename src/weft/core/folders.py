@@ -43,6 +43,8 @@ _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 
 Parts = tuple[str, ...]
 """The names on the way from "/" to a folder or a file."""
+FolderState = tuple[tuple[str | int, ...], ...]
+"""See `Folder.state`."""
 Result = TypeVar("Result")
 
 
@@ -225,6 +227,15 @@ class Folder:
                 return sorted(entry.name for entry in entries)
         finally:
             os.close(listed)
+
+    def state(self) -> FolderState:
+        """Which files the folder has, and when each was changed: as long as this stays the same,
+        so does their content. Raises OSError."""
+        files = [(name, os.stat(name, dir_fd=self._descriptor)) for name in self.names()]
+        times = [
+            (name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files
+        ]
+        return (self.identity, *times)
 
     def close(self) -> None:
         self._trail.close()

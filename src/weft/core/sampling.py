@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Real
 from operator import index
-from typing import Any, TypeGuard
+from typing import Any
 
-from weft.core.config import MAX_NUMBER
 from weft.core.errors import InvalidRequest, shown
+from weft.core.numbers import MAX_NUMBER, is_number
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -196,12 +195,6 @@ def _check_strings(name: str, values: tuple[str, ...], max_strings: int, max_cha
         raise InvalidRequest(f"{name} must hold non-empty strings", name)
     if any(len(s) > max_chars for s in values):
         raise InvalidRequest(f"{name} has a string of more than {max_chars} characters", name)
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a real number of any type, such as numpy's; False for bools and NaN."""
-    known = isinstance(value, int | float | Real)  # the first two are found faster
-    return known and not isinstance(value, bool) and value == value  # no NaN
 
 
 def _bias(token: object, value: object) -> float:

@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -40,6 +41,8 @@ DRAIN_S = 0.005
 """How long the last reports of a dead engine may take to arrive over the local socket."""
 END_S = 3.0
 """How long the process may take to end by itself before it is killed."""
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""It is there if this machine has a GPU."""
 
 
 async def start_process(args: EngineArgs, report_s: float | None = None) -> LinkClient:
@@ -160,6 +163,8 @@ def _main(down: str, up: str, tensor_parallel_size: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     spawn_ahead(tensor_parallel_size)
+    if NVIDIA_DRIVER.exists():
+        threading.Thread(target=_read_compiler, daemon=True).start()
     started = threading.Event()
     inbox: SimpleQueue[Command] = SimpleQueue()
     context: Context = zmq.Context()
@@ -210,6 +215,14 @@ def _main(down: str, up: str, tensor_parallel_size: int) -> None:
     reports.close()
     context.term()
     os._exit(code)
+
+
+def _read_compiler() -> None:
+    """Read the compiler of kernels while torch is imported."""
+    with contextlib.suppress(ImportError):
+        from weft.kernels.compiling import read_compiler
+
+        read_compiler()
 
 
 def _pull(

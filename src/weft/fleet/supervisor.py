@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.config import EngineArgs
@@ -259,9 +259,16 @@ class Supervisor:
         """A new engine. Raises what its start raises, and EngineDead if that takes too long."""
         try:
             async with asyncio.timeout(self._start_limit_s):
-                return await self._start(self._args)
+                return await self._start(replace(self._args, first_adapters=self._first()))
         except TimeoutError:
             raise EngineDead(f"it was not ready within {self._start_limit_s:.0f} s") from None
+
+    def _first(self) -> tuple[AdapterSource, ...]:
+        """Where the next engine finds what it will be asked to hold."""
+        return tuple(
+            next(reversed(wanted.holders.values()))[0].again(digest, wanted.info.checked)
+            for digest, wanted in self._wanted.items()
+        )
 
     async def _hold_again(self, engine: LinkClient, digest: str) -> None:
         """Let an engine hold content for all its holders, from the newest of their folders that

@@ -23,8 +23,8 @@ from typing import Annotated, Any, NoReturn
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from weft.core.config import MAX_NUMBER
 from weft.core.errors import ConfigError
+from weft.core.numbers import MAX_NUMBER
 from weft.core.tenants import Caps, Tenant
 from weft.registry.names import MAX_NAME_LENGTH
 from weft.registry.tenants import Change, Directory, Member, Role, TenantKey

@@ -163,6 +163,11 @@ class Tried(NamedTuple):
     """Frees its place among the loads that run side by side before `tried`'s context ends."""
 
 
+def source_of(folder: Folder) -> AdapterSource:
+    """The source by which an engine finds the adapter in a folder."""
+    return AdapterSource(folder.path, root=folder.root, identity=folder.identity)
+
+
 class Publisher:
     """Loads, replaces and unloads adapters, in the registry and in the engine together.
 
@@ -342,10 +347,9 @@ class Publisher:
         So weights and tokenizer belong together even if somebody writes to the folder meanwhile.
         With a `version`, the folder must have its content. `accept` may raise WeftError to refuse
         the adapter."""
-        digest, listing = (version.digest, version.listing) if version else (None, "")
-        source = AdapterSource(
-            folder.path, digest, root=folder.root, identity=folder.identity, listing=listing
-        )
+        source = source_of(folder)
+        if version is not None:
+            source = with_changes(source, digest=version.digest, listing=version.listing)
         info = await self._engine.hold(source, name, pinned)
         try:
             if await self._executor.blocking(lambda: self._tokenizers.read(folder)) != files:

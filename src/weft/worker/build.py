@@ -29,10 +29,11 @@ from weft.models.config import load_model_config, resolve_model, share_of
 from weft.models.decoder import Decoder, allocate_kv_cache
 from weft.models.loading import LoadedModel, device_of, dtype_of, load_model
 from weft.models.mtp import MtpHead, head_config, with_mtp_head
-from weft.worker.adapters import AdapterLoader, Packer
+from weft.worker.adapters import AdapterLoader
 from weft.worker.drafter import Drafter
 from weft.worker.drafting import more_blocks
 from weft.worker.execute import StepExecutor
+from weft.worker.gathered import GetShares
 from weft.worker.images import ImageStore, default_folder, fingerprint
 from weft.worker.inputs import Array
 from weft.worker.memory import (
@@ -45,11 +46,13 @@ from weft.worker.memory import (
     count_blocks,
     count_snapshots,
     count_states,
+    host_bytes,
     host_memory,
 )
 from weft.worker.others import NO_OTHERS, OtherRanks
 from weft.worker.peers import Peers
 from weft.worker.protocol import WorkerFacts
+from weft.worker.reading import AdapterReader, Packer
 from weft.worker.rehearsal import SLOT, Rehearsal, rehearsed_adapter
 from weft.worker.sampler import Sampler
 from weft.worker.selfcheck import TOKENS, Activity, SelfCheck, num_blocks
@@ -75,7 +78,6 @@ class DeviceParts:
     executor: StepExecutor
     activity: Activity
     self_check: SelfCheck | None
-    host: HostMemory
     cache: CacheSizes
     max_model_len: int
 
@@ -87,7 +89,13 @@ def build_worker(
     `on_lost` when a rank is gone. Raises ConfigError, and EngineDead if a rank is gone."""
     if args.model.tensor_parallel_size == 1:
         read_compiler(device_of(args.model.device))
-        return _assemble(args, build_parts(args, stages, ALONE, partial(_load, args)))
+        parts = allocate(args, stages, ALONE, partial(_load, args))
+        reader = _make_reader(args, parts)
+        # Once the compilers' processes have ended, as these can't do with other threads' locks.
+        begin = partial(
+            reader.begin, args.first_adapters, host_bytes(args.lora.adapter_host_memory)
+        )
+        return _assemble(args, parts, reader, prepare(args, parts, stages, ALONE, None, begin))
     device = check_ranks(args)
     peers = Peers(args, on_lost)
     try:
@@ -98,11 +106,13 @@ def build_worker(
         ranks = peers.join(device, lambda: make_ranks(device, width))
         stages.on_end = peers.stage_ended
         stages.end("ranks")
-        parts = build_parts(args, stages, ranks, model.result, peers.host_fd)
+        parts = allocate(args, stages, ranks, model.result)
+        host = prepare(args, parts, stages, ranks, peers.host_fd)
         peers.wait()
         stages.end("others")
         peers.stage_ended(BUILT)
-        return _assemble(args, parts, peers)
+        shares = partial(peers.shares, dtype=parts.model.dtype)
+        return _assemble(args, parts, _make_reader(args, parts, shares), host, peers)
     except WeftError:
         peers.close()
         raise
@@ -156,11 +166,9 @@ def _load(args: EngineArgs, rank: int = 0) -> LoadedModel:
         raise ConfigError(f"{message} ({advice})", "model") from error
 
 
-def build_parts(
-    args: EngineArgs, stages: Stages, ranks: Ranks, load: LoadModel, host_fd: int | None = None
-) -> DeviceParts:
-    """Load the model, or a rank's share of it, allocate memory and capture steps. All ranks call
-    this at the same time, and map the file `host_fd` as host memory. Raises ConfigError."""
+def allocate(args: EngineArgs, stages: Stages, ranks: Ranks, load: LoadModel) -> DeviceParts:
+    """Load the model, or a rank's share of it, and allocate the device's memory. All ranks call
+    this at the same time. Raises ConfigError."""
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)
     model = load()
@@ -193,44 +201,54 @@ def build_parts(
     )
     activity = Activity()
     self_check = _make_check(args, model, activity, ranks) if args.lora.self_check else None
+    return DeviceParts(model, pool, executor, activity, self_check, cache, max_model_len)
+
+
+def prepare(
+    args: EngineArgs,
+    parts: DeviceParts,
+    stages: Stages,
+    ranks: Ranks,
+    host_fd: int | None = None,
+    compiled: Callable[[], None] = lambda: None,
+) -> HostMemory:
+    """Capture steps, and return the host's memory for adapters, which is the file `host_fd` if
+    there are several ranks. All ranks call this at the same time. `compiled` is called once all
+    kernels are there. Raises ConfigError."""
+    device, asked = parts.model.device, args.lora.adapter_host_memory
     with ThreadPoolExecutor(1, thread_name_prefix="weft-start") as beside, torch.inference_mode():
         # Page-locking takes a second or two of the driver's time.
-        asked = args.lora.adapter_host_memory
-        pinning = beside.submit(host_memory, asked, model.device, host_fd)
-        if model.device.type == "cuda":
-            rehearsal = _rehearsal(args, model, cache, max_model_len)
-            _prepare(executor, pool, self_check, rehearsal, ranks, stages)
-    host = pinning.result()
-    return DeviceParts(model, pool, executor, activity, self_check, host, cache, max_model_len)
+        pinning = beside.submit(host_memory, asked, device, host_fd)
+        if device.type == "cuda":
+            _use_first(parts, _rehearsal(args, parts), ranks, stages, compiled)
+    return pinning.result()
 
 
-def _rehearsal(
-    args: EngineArgs, model: LoadedModel, cache: CacheSizes, max_model_len: int
-) -> Rehearsal:
+def _rehearsal(args: EngineArgs, parts: DeviceParts) -> Rehearsal:
     return Rehearsal(
         num_rows=args.scheduler.max_num_seqs,
         num_tokens=args.scheduler.max_num_batched_tokens,
-        max_model_len=max_model_len,
+        max_model_len=parts.max_model_len,
         block_size=args.cache.block_size,
-        num_blocks=cache.num_blocks,
-        num_states=cache.num_states,
-        vocab_size=model.config.vocab_size,
-        drafts=model.mtp_head is not None,
+        num_blocks=parts.cache.num_blocks,
+        num_states=parts.cache.num_states,
+        vocab_size=parts.model.config.vocab_size,
+        drafts=parts.model.mtp_head is not None,
     )
 
 
-def _prepare(
-    executor: StepExecutor,
-    pool: AdapterPool,
-    self_check: SelfCheck | None,
+def _use_first(
+    parts: DeviceParts,
     rehearsal: Rehearsal,
     ranks: Ranks,
     stages: Stages,
+    compiled: Callable[[], None],
 ) -> None:
     """Do all that a GPU does at first uses, before requests wait for it. The same steps are first
     launched so that their kernels are compiled in parallel, and then run."""
     from weft.kernels.compiling import compiling_ahead, tell_of_more  # Triton is for Linux
 
+    pool, executor, self_check = parts.pool, parts.executor, parts.self_check
     pool.install(SLOT, 0, rehearsed_adapter(pool.table))
     with compiling_ahead(ranks.rank, ranks.size):
         executor.launch(rehearsal.steps())
@@ -239,6 +257,7 @@ def _prepare(
                 self_check.rehearse()
     tell_of_more()
     stages.end("compile")
+    compiled()
     if executor.capture():
         stages.end("capture")
     executor.rehearse(rehearsal.steps())
@@ -248,9 +267,15 @@ def _prepare(
     _end_stage(stages, "rehearse", pool.arena.device)
 
 
-def _assemble(args: EngineArgs, parts: DeviceParts, peers: Peers | None = None) -> DeviceWorker:
+def _assemble(
+    args: EngineArgs,
+    parts: DeviceParts,
+    reader: AdapterReader,
+    host: HostMemory,
+    others: OtherRanks = NO_OTHERS,
+) -> DeviceWorker:
     """The worker, from the parts of the only or the first rank."""
-    model, pool, host = parts.model, parts.pool, parts.host
+    model, pool = parts.model, parts.pool
     facts = WorkerFacts(
         architecture=model.config.architecture,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -270,12 +295,16 @@ def _assemble(args: EngineArgs, parts: DeviceParts, peers: Peers | None = None) 
         host_in_one_piece=host.memory is not None,
         has_checks=parts.self_check is not None,
     )
-    shares = None if peers is None else partial(peers.shares, dtype=model.dtype)
-    packer = Packer(model, args.lora, shares)
-    others: OtherRanks = peers or NO_OTHERS
-    images = _image_store(args, model, parts.activity)
-    adapters = AdapterLoader(pool, packer, images, host, parts.self_check, others)
+    adapters = AdapterLoader(pool, reader, host, parts.self_check, others)
     return DeviceWorker(facts, model, parts.executor, adapters, parts.activity, others)
+
+
+def _make_reader(
+    args: EngineArgs, parts: DeviceParts, shares: GetShares | None = None
+) -> AdapterReader:
+    """`shares`: see `Packer`."""
+    packer = Packer(parts.model, args.lora, shares)
+    return AdapterReader(packer, _image_store(args, parts.model, parts.activity))
 
 
 def check_ranks(args: EngineArgs) -> torch.device:

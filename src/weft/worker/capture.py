@@ -30,13 +30,14 @@ def record(
     stream, as in tests without a GPU, that is `forward` itself.
 
     Torch's own context for captures would give all free memory, which the next one needs, back.
+    Other threads may use the device meanwhile, as those that pack adapters do.
     """
     if stream is None:
         return forward
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool)
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             forward()
         finally:

@@ -32,9 +32,10 @@ from weft.core.stages import Stages
 from weft.kernels.collective import make_ranks
 from weft.kernels.collective.group import join_group, leave_group
 from weft.models.loading import device_of
-from weft.worker.build import DeviceParts, build_parts, loading, row_bytes
+from weft.worker.build import DeviceParts, allocate, loading, prepare, row_bytes
 from weft.worker.gathered import share_of_weight
 from weft.worker.inputs import StepInputs
+from weft.worker.memory import HostMemory
 from weft.worker.protocol import Flight, ProbeResult
 from weft.worker.records import (
     ClearOrder,
@@ -105,8 +106,9 @@ class _Link:
 class RankLoop:
     """Carries out orders, on one thread."""
 
-    def __init__(self, parts: DeviceParts, link: _Link) -> None:
+    def __init__(self, parts: DeviceParts, host: HostMemory, link: _Link) -> None:
         self._parts = parts
+        self._host = host
         self._link = link
         self._steps = DeviceSteps(parts.model, parts.pool, parts.executor, parts.activity)
         self._flights: deque[Flight] = deque()
@@ -227,7 +229,7 @@ class RankLoop:
         """This rank's part of an image."""
         dtype = self._parts.model.dtype
         num_bytes = num_elements * dtype.itemsize
-        memory = self._parts.host.memory
+        memory = self._host.memory
         if where.offset is None or memory is None:
             parcel = torch.frombuffer(bytearray(self._link.parcel(call)), dtype=torch.uint8)
             return parcel.view(dtype)
@@ -265,7 +267,8 @@ def main() -> None:
         join_group(setup.rank, size, setup.folder, device)
         ranks = make_ranks(device, width)
         stages.end("ranks")
-        loop = RankLoop(build_parts(args, stages, ranks, model.result, host_fd), link)
+        parts = allocate(args, stages, ranks, model.result)
+        loop = RankLoop(parts, prepare(args, parts, stages, ranks, host_fd), link)
         memory = mmap.mmap(ring_fd, 0)
         spin_s = SPIN_S if device.type == "cuda" else 0.0
         ring = RingReader(memory, size - 1, setup.rank - 1, bell, spin_s)
