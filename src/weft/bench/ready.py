@@ -159,6 +159,7 @@ def _serve(
     command += [f"--served-model-name={BASE}", *engine_flags(options)]
     command += [f"--adapter-cache-dir={place / 'images'}", f"--kernels={place / 'kernels'}"]
     command += [f"--lora-modules={path.name}={path}" for path in adapters]
+    os.sync()  # else the system would write the adapters' files to the disk while the server starts
     began = time.perf_counter()
     with (place / f"{run}.log").open("w+", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -58,15 +58,28 @@ def compiling_ahead(part: int = 0, num_parts: int = 1) -> Iterator[None]:
     its end, all of these kernels are compiled. `part`: which of `num_parts` processes, that compile
     the same kernels at the same time, this is. Raises what the compiler raises."""
     token = _is_ahead.set(True)
+    _catch_launches(1)
     try:
         with _Ahead(part, num_parts):
             yield
     finally:
+        _catch_launches(-1)
         _is_ahead.reset(token)
 
 
 _is_ahead = ContextVar("weft_compiling_ahead", default=False)
 _launch = JITFunction.run
+_lock = threading.Lock()
+_num_ahead = 0
+
+
+def _catch_launches(change: int) -> None:
+    """Have kernels launched by `_launch_or_compile` while any thread compiles ahead, and else by
+    Triton itself, as that is quicker."""
+    global _num_ahead
+    with _lock:
+        _num_ahead += change
+        JITFunction.run = _launch_or_compile if _num_ahead else _launch
 
 
 def _launch_or_compile(
@@ -75,9 +88,6 @@ def _launch_or_compile(
     """What Triton does when a kernel is called, without the launch if this thread is compiling
     ahead. Triton has no mode for that."""
     return _launch(self, *args, grid=grid, warmup=warmup or _is_ahead.get(), **options)
-
-
-JITFunction.run = _launch_or_compile
 
 
 def read_compiler() -> None:

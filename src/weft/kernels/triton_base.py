@@ -22,6 +22,18 @@ right, so kernels compute them in fp32 there."""
 
 
 @cache
+def cdiv(n: int, d: int) -> int:
+    """n / d, rounded up. The host's part of a launch uses this, as Triton's own takes microseconds
+    there."""
+    return -(-n // d)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not less than n (n >= 1); see `cdiv`."""
+    return 1 << (n - 1).bit_length()
+
+
+@cache
 def starts_early(device: torch.device) -> bool:
     """Whether a kernel may start before the one ahead of it has ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -33,6 +45,7 @@ def launch_options(early: bool) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
 
+@cache
 def processors(device: torch.device) -> int:
     """How many programs the device runs side by side, one for each of its processors."""
     if device.type == "cpu":

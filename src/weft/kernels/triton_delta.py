@@ -14,7 +14,13 @@ from torch import Tensor
 
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows
 from weft.kernels.ops import Product
-from weft.kernels.triton_base import has_pending, launch_options, starts_early, with_pending
+from weft.kernels.triton_base import (
+    cdiv,
+    has_pending,
+    launch_options,
+    starts_early,
+    with_pending,
+)
 from weft.kernels.triton_delta_chunks import block_of, run_chunks, sizes_of
 from weft.kernels.triton_delta_short import gated_norm, keep_inputs, silu
 from weft.kernels.triton_delta_solve import decay
@@ -238,7 +244,7 @@ def _run_decodes(
     W, C = layer.conv_WC.shape
     read_NHE = y_TO.new_empty((N, H, E), dtype=torch.float32)
     part, inputs = min(PART, block_of(E)), (y_TO, *y.pending_tensors())
-    _decode[N, H, triton.cdiv(E, part)](
+    _decode[N, H, cdiv(E, part)](
         *inputs, read_NHE, cache.inputs, cache.delta, layer.conv_WC, layer.log_a_H,
         layer.dt_bias_H, decodes, positions_T, y_TO.stride(0), C,
         **sizes, W=W, PART=part, num_warps=WARPS, **options,

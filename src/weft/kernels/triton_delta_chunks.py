@@ -28,7 +28,15 @@ from torch import Tensor
 from weft.core.units import SHORT
 from weft.kernels.delta import CHUNK, DeltaLayer, StateCache, StateWork
 from weft.kernels.ops import Product
-from weft.kernels.triton_base import INTERPRETED, dot, launch_options, starts_early, with_pending
+from weft.kernels.triton_base import (
+    INTERPRETED,
+    cdiv,
+    dot,
+    launch_options,
+    next_power_of_2,
+    starts_early,
+    with_pending,
+)
 from weft.kernels.triton_delta_short import gated_norm, keep_inputs, short_runs, silu
 from weft.kernels.triton_delta_solve import solve
 
@@ -324,7 +332,7 @@ def run_chunks(
             C, **sizes, **tiles, num_warps=EXACT_WARPS if exact else 2 if narrow else 4,
         )  # fmt: skip
         part = min(PART, blocks["BLOCK_E"])
-        num_columns = triton.cdiv(E, part)
+        num_columns = cdiv(E, part)
         _scan[at_once(num_runs, H * num_columns, SCANS), H, num_columns](
             qkv_TC, w_THD, u_THE, g_TH, before_NHDE, cache.delta, work.runs, positions_T, num_runs,
             C, G=layer.num_keys, H=H, D=D, E=E, L=CHUNK, SHORT=SHORT, BLOCK_D=blocks["BLOCK_D"],
@@ -363,4 +371,4 @@ def sizes_of(layer: DeltaLayer, y: Product) -> dict[str, object]:
 
 def block_of(size: int) -> int:
     """The width of blocks for so many columns; products need 16."""
-    return max(triton.next_power_of_2(size), 16)
+    return max(next_power_of_2(size), 16)

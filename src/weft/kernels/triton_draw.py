@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.triton_base import cdiv
+
 CHUNK = 2048
 """Logits that one program looks at."""
 
@@ -23,7 +25,7 @@ def draw(
     `SamplingBatch`.
     """
     num_rows, vocab_size = len(row_M), logits_NV.shape[1]
-    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    num_chunks = cdiv(vocab_size, CHUNK)
     best_MC = torch.empty((num_rows, num_chunks), device=logits_NV.device)
     # Zeros, as a kernel that is still to be compiled writes nothing, and tokens are indices.
     token_MC = torch.zeros_like(best_MC, dtype=torch.int64)

@@ -27,6 +27,7 @@ from weft.kernels.triton_base import (
     has_pending,
     launch_options,
     meeting_place,
+    next_power_of_2,
     starts_early,
     with_pending,
 )
@@ -302,7 +303,7 @@ def choose_experts(
     (num_rows, num_experts), top_k = logits_TE.shape, choice.top_k
     weight_TK = logits_TE.new_empty((num_rows, top_k), dtype=torch.float32)
     expert_TK = logits_TE.new_empty((num_rows, top_k), dtype=torch.int64)
-    nothing, block = (logits_TE, logits_TE), triton.next_power_of_2(num_experts)
+    nothing, block = (logits_TE, logits_TE), next_power_of_2(num_experts)
     _choose[num_rows,](
         logits_TE,
         weight_TK,
@@ -389,8 +390,8 @@ def mlp(
         "F": F,
         "TOP_K": K,
         "BLOCK_R": ROWS,
-        "BLOCK_T": max(16, triton.next_power_of_2(T)),
-        "BLOCK_TOP": triton.next_power_of_2(K),
+        "BLOCK_T": max(16, next_power_of_2(T)),
+        "BLOCK_TOP": next_power_of_2(K),
         "BY_PAIR": T * K < E,
         "EXACT": INTERPRETED or x_TI.dtype == torch.float32,
         "num_warps": 4,

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.ops import Product, Rope
-from weft.kernels.triton_base import has_pending, with_pending
+from weft.kernels.triton_base import (
+    cdiv,
+    has_pending,
+    next_power_of_2,
+    with_pending,
+)
 
 
 @triton.jit
@@ -195,7 +200,7 @@ def rope_and_write(
             D=D,
             Q=2 * D if gated_heads else D,
             R=cos_T1R.shape[-1],
-            BLOCK=triton.next_power_of_2(D),
+            BLOCK=next_power_of_2(D),
             TURNS=turns,
             HEADS=heads,
             NORM=norm_ND is not None,
@@ -213,8 +218,8 @@ def apply_gates(x_THD: Tensor, qkv: Product, options: dict[str, bool]) -> Tensor
     T, H, D = x_THD.shape
     qkv_TO = qkv.y_TO
     if T:
-        heads = min(4, triton.next_power_of_2(H))
-        _apply_gates[T, triton.cdiv(H, heads)](
+        heads = min(4, next_power_of_2(H))
+        _apply_gates[T, cdiv(H, heads)](
             x_THD,
             qkv_TO,
             *qkv.pending_tensors(),
@@ -223,7 +228,7 @@ def apply_gates(x_THD: Tensor, qkv: Product, options: dict[str, bool]) -> Tensor
             H,
             D=D,
             HEADS=heads,
-            BLOCK=triton.next_power_of_2(D),
+            BLOCK=next_power_of_2(D),
             PENDING=qkv.pending is not None,
             num_warps=4,
             **options,

@@ -30,9 +30,11 @@ from weft.kernels.triton_base import (
     INTERPRETED,
     TURNS,
     ask_for,
+    cdiv,
     dot,
     launch_options,
     meeting_place,
+    next_power_of_2,
     processors,
     starts_early,
 )
@@ -251,7 +253,7 @@ def _launch_many(x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tens
     y_TO = x_TK.new_empty(T, O)
     exact = INTERPRETED or x_TK.dtype == torch.float32
     rows = columns = 64 if exact else 128
-    _product_of_many[triton.cdiv(T, rows) * triton.cdiv(O, columns),](
+    _product_of_many[cdiv(T, rows) * cdiv(O, columns),](
         x_TK,
         weight_OK,
         y_TO if bias_O is None else bias_O,
@@ -311,7 +313,7 @@ def launch(
         turn,
         O=O,
         K=K,
-        BLOCK_T=max(16, triton.next_power_of_2(T)),
+        BLOCK_T=max(16, next_power_of_2(T)),
         BLOCK_O=cut.columns,
         BLOCK_K=cut.step,
         SPLIT=cut.split,

@@ -32,8 +32,10 @@ from weft.kernels.ops import (
 )
 from weft.kernels.triton_base import (
     INTERPRETED,
+    cdiv,
     has_pending,
     launch_options,
+    next_power_of_2,
     starts_early,
     with_pending,
 )
@@ -214,7 +216,7 @@ class TritonOps(Ops):
         num_rows, width = x_TI.shape
         out_TI = torch.empty_like(x_TI)
         if num_rows:
-            block = triton.next_power_of_2(width)
+            block = next_power_of_2(width)
             _add_rms_norm[(num_rows,)](
                 x_TI,
                 whole.y_TO,
@@ -262,7 +264,7 @@ class TritonOps(Ops):
         num_rows, width = x_TI.shape
         out_TI = x_TI if before_I is None else torch.empty_like(x_TI)
         if num_rows:
-            block = triton.next_power_of_2(width)
+            block = next_power_of_2(width)
             _add_normed[(num_rows,)](
                 x_TI,
                 delta.y_TO,
@@ -293,7 +295,7 @@ class TritonOps(Ops):
         clamped = activation if isinstance(activation, ClampedSwiglu) else None
         alpha, limit = clamped or (0.0, 0.0)
         if num_rows:
-            grid = (num_rows, triton.cdiv(width, 1024))
+            grid = (num_rows, cdiv(width, 1024))
             _activate_and_mul[grid](
                 gate_up_T2F,
                 gate_up_T2F if up_TF is None else up_TF,

@@ -20,7 +20,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,7 +32,13 @@ from weft.kernels.attention.rounds import (
     many_decodes,
     rows_at_once,
 )
-from weft.kernels.triton_base import launch_options, meeting_place, processors, starts_early
+from weft.kernels.triton_base import (
+    launch_options,
+    meeting_place,
+    next_power_of_2,
+    processors,
+    starts_early,
+)
 
 MAX_PARTS = 16
 """The most parts that a decode's context is cut into."""
@@ -87,7 +92,7 @@ class PagedAttention:
         constants = {
             "G": H // K,
             "D": D,
-            "BLOCK_D": max(16, triton.next_power_of_2(D)),
+            "BLOCK_D": max(16, next_power_of_2(D)),
             "BLOCK_SIZE": cache.block_size,
             "WINDOW": window is not None,
             "SINKS": sinks_H is not None,
@@ -162,7 +167,7 @@ class PagedAttention:
                 D=D,
                 PARTS=num_parts,
                 BLOCK_D=block_d,
-                BLOCK_P=triton.next_power_of_2(num_parts),
+                BLOCK_P=next_power_of_2(num_parts),
                 SINKS=constants["SINKS"],
                 num_warps=4,
                 **self._options,
@@ -189,7 +194,7 @@ class PagedAttention:
             acc = q_THD.new_empty((S, parts, H, D), dtype=torch.float32)
             sums = q_THD.new_empty((S, parts, H, 2), dtype=torch.float32)
         pairs = batch.seq_lens_S if work.pairs is None else work.pairs
-        block_g = max(16, triton.next_power_of_2(H // K))
+        block_g = max(16, next_power_of_2(H // K))
         rounds = rounds.within(self._shared_bytes, block_g, row_bytes)
         least = max(self._part_bytes // row_bytes, rounds.tokens)
         more = {"PARTS": parts, "LEAST": least, "PAIRS": work.pairs is not None}
@@ -205,7 +210,7 @@ class PagedAttention:
             tickets,
             *numbers,
             BLOCK_G=block_g,
-            HEADS=triton.next_power_of_2(H // K),
+            HEADS=next_power_of_2(H // K),
             BLOCK_N=rounds.tokens,
             num_warps=rounds.warps,
             num_stages=rounds.stages,

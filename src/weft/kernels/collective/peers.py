@@ -14,13 +14,18 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
 
 from weft.core.errors import ConfigError
 from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.triton_sums import gather_pieces, sum_rows
-from weft.kernels.triton_base import launch_options, processors, starts_early
+from weft.kernels.triton_base import (
+    cdiv,
+    launch_options,
+    next_power_of_2,
+    processors,
+    starts_early,
+)
 
 INBOX_BYTES = 64 << 20
 """The most bytes of a rank's inbox. Sums with more rows than fit into it take several launches."""
@@ -156,8 +161,8 @@ class PeerRanks:
         num_rows, width = x_Tn.shape
         out_Tn = x_Tn.new_empty(num_rows, self.size * width)
         room = self._inboxes.row_bytes // x_Tn.itemsize
-        piece = min(1 << (room.bit_length() - 1), PIECE, triton.next_power_of_2(width))
-        total = num_rows * triton.cdiv(width, piece)
+        piece = min(1 << (room.bit_length() - 1), PIECE, next_power_of_2(width))
+        total = num_rows * cdiv(width, piece)
         for first in range(0, total, self._num_rows):
             num_pieces = min(self._num_rows, total - first)
             gather_pieces[min(num_pieces, self._programs),](
@@ -215,7 +220,7 @@ class PeerRanks:
         """Launch `sum_rows`, for as many rows at a time as fit into the inboxes."""
         add_TI, slot_T = (y_TI, y_TI) if pending is None else pending
         width = y_TI.shape[1]
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         for start in range(0, len(y_TI), self._num_rows):
             rows = slice(start, start + self._num_rows)
             y_RI = y_TI[rows]

@@ -29,7 +29,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import triton
 from torch import Tensor
 
 from weft.core.config import MAX_RANK
@@ -45,7 +44,13 @@ from weft.kernels.lora.triton_ranks import RankExchange
 from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
 from weft.kernels.lora.triton_tiles import EXPERT
 from weft.kernels.ops import Pending, Product
-from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
+from weft.kernels.triton_base import (
+    INTERPRETED,
+    cdiv,
+    launch_options,
+    processors,
+    starts_early,
+)
 from weft.kernels.triton_linear import FEW_ROWS
 from weft.kernels.tuned import Blocks
 
@@ -262,7 +267,7 @@ class TritonStep(LoraStep):
         y_TO = self._own_columns(y_TO, group)
         numbers, constants = self._arguments(group, y_TO)
         widths = tuple(s.b_features for s in of.slices)
-        num_blocks = triton.cdiv(pool.table.groups[group].out_features, blocks.columns)
+        num_blocks = cdiv(pool.table.groups[group].out_features, blocks.columns)
         expand_rows[self._grid(blocks.expand_programs, len(y_TO) * num_blocks)](
             y_TO,
             self._work,

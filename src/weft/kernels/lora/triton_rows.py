@@ -21,6 +21,7 @@ from torch import Tensor
 from weft.kernels.lora.base import LoraBatch, Segment
 from weft.kernels.lora.triton_tiles import EXPERT, TILE_ROWS
 from weft.kernels.staging import Staging
+from weft.kernels.triton_base import cdiv
 
 _EXPERT = tl.constexpr(EXPERT)
 
@@ -148,7 +149,7 @@ def tiles_of_experts(slot_T: Tensor, token_P: Tensor, expert_P: Tensor) -> Tenso
     pairs = (token_P, expert_P, slot_T)
     starts_P, rows_P = expert_P.new_empty((2, num_pairs), dtype=torch.int32)
     tiles_P4 = expert_P.new_empty((num_pairs, 4), dtype=torch.int32)
-    grid = (triton.cdiv(num_pairs, TILE_ROWS),)
+    grid = (cdiv(num_pairs, TILE_ROWS),)
     _mark_tiles[grid](*pairs, starts_P, rows_P, num_pairs, SIZE=TILE_ROWS)
     count_P = starts_P.cumsum(0, dtype=torch.int32)
     _lay_out_tiles[grid](*pairs, count_P, rows_P, tiles_P4, num_pairs, SIZE=TILE_ROWS)

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,7 +34,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from weft.kernels.quant.gluon_packed import barrier, order
 from weft.kernels.quant.packed import COLUMNS, ROWS, PackedMatrix, step_of
 from weft.kernels.quant.triton_values import code_of
-from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
+from weft.kernels.triton_base import (
+    INTERPRETED,
+    cdiv,
+    launch_options,
+    processors,
+    starts_early,
+)
 from weft.kernels.triton_linear import meeting_place
 from weft.kernels.tuned import MEETING_FLOATS
 
@@ -326,7 +331,7 @@ def launch(x_TK: Tensor, weight: PackedMatrix, bias_O: Tensor | None, form: Many
     y_TO = x_TK.new_empty(T, O)
     parts, tickets, _ = meeting_place(x_TK.device)
     plain = gl.NVMMASharedLayout(0, 32, 2)
-    _product[triton.cdiv(T, form.rows) * (O // TILE) * form.split,](
+    _product[cdiv(T, form.rows) * (O // TILE) * form.split,](
         TensorDescriptor(
             x_TK, [T, K], [K, 1], [form.rows, form.inputs], gl.NVMMASharedLayout(128, 16, 2)
         ),
@@ -384,13 +389,13 @@ def cut(num_rows: int, weight: PackedMatrix, processors: int) -> ManyRowsForm | 
     (outputs, inputs), step = weight.shape, step_of(weight.coding)
     best, least = None, _library_us(num_rows, outputs, inputs)
     for form, cost in FORMS.items():
-        tiles = outputs // TILE * triton.cdiv(num_rows, form.rows)
+        tiles = outputs // TILE * cdiv(num_rows, form.rows)
         for split in (1, 2, 3, 4):
             floats = tiles * split * TILE * form.rows
             if split > 1 and (floats > MEETING_FLOATS or split > inputs // step):
                 break
-            steps = triton.cdiv(inputs // step, split) * step // form.inputs
-            us = triton.cdiv(tiles * split, processors) * steps * cost.step_us
+            steps = cdiv(inputs // step, split) * step // form.inputs
+            us = cdiv(tiles * split, processors) * steps * cost.step_us
             us += split * cost.part_us if split > 1 else 0.0
             if us < least:
                 best, least = replace(form, split=split), us

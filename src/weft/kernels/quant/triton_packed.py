@@ -24,9 +24,11 @@ from weft.kernels.quant.triton_values import constants_of, expand, values_of, wo
 from weft.kernels.triton_base import (
     TURNS,
     ask_for,
+    cdiv,
     dot,
     launch_options,
     meeting_place,
+    next_power_of_2,
     processors,
     starts_early,
 )
@@ -229,7 +231,7 @@ def form_of(x_TK: Tensor, weight: PackedMatrix) -> Form:
             form = Form(256, 3, warps=8)
     else:
         form, most, enough = Form(wide, 3), 8, places * 4 // 3
-    num_tiles, split = triton.cdiv(len(x_TK), rows), 1
+    num_tiles, split = cdiv(len(x_TK), rows), 1
     most = min(most, weight.words.shape[1], MEETING_FLOATS // (O * rows * num_tiles))
     while 2 * split <= most and num_tiles * (O // form.columns) * split < enough:
         split *= 2
@@ -241,7 +243,7 @@ def form_of(x_TK: Tensor, weight: PackedMatrix) -> Form:
 
 
 def _tile_rows(num_rows: int) -> int:
-    return min(max(8, triton.next_power_of_2(num_rows)), _TILE_ROWS)
+    return min(max(8, next_power_of_2(num_rows)), _TILE_ROWS)
 
 
 def _shared_bytes(form: Form, rows: int, weight: PackedMatrix) -> int:
@@ -269,7 +271,7 @@ def launch(
     rows = _tile_rows(T)
     parts, tickets, nobody = meeting_place(x_TK.device)
     turn = next_turn()
-    num_programs = triton.cdiv(T, rows) * (O // form.columns) * form.split
+    num_programs = cdiv(T, rows) * (O // form.columns) * form.split
     kernel = _product[num_programs,](
         x_TK,
         weight.words,
