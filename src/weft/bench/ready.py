@@ -4,6 +4,7 @@ requests: without compiled kernels and packed adapters, and with those that the 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
