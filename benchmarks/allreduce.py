@@ -32,7 +32,7 @@ from rich.table import Table
 from torch import Tensor
 
 from weft.kernels.collective.base import Ranks, sum_in_order
-from weft.kernels.collective.group import GroupRanks
+from weft.kernels.collective.group import GroupRanks, join_group, leave_group
 from weft.kernels.collective.peers import PeerRanks, can_connect, open_inboxes
 from weft.kernels.ops import Ops, Pending, Product, make_ops
 from weft.terminal.environment import collect
@@ -83,9 +83,7 @@ def run_rank(rank: int, size: int, folder: str) -> None:
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=size, device_id=device
-    )
+    join_group(rank, size, folder, device)
     found: list[Figures] = []
     with torch.inference_mode():
         for width in WIDTHS:
@@ -94,8 +92,8 @@ def run_rank(rank: int, size: int, folder: str) -> None:
                 found += bench.measure(rows)
     if rank == 0:
         Path(folder, "figures").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    GroupRanks().barrier()
+    leave_group()
 
 
 class Bench:

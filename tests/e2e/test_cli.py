@@ -72,7 +72,14 @@ def test_every_field_of_the_engine_has_a_flag_with_its_default() -> None:
     defaults = {p.name: p.default for p in engine_parameters()}
     parts = (ModelArgs, LoraArgs, CacheArgs, SchedulerArgs)
     names = {f.name for part in parts for f in fields(part)} | {f.name for f in fields(EngineArgs)}
-    assert set(defaults) == names - {"model", "lora", "cache", "scheduler", "kv_events"}
+    assert set(defaults) == names - {
+        "model",
+        "lora",
+        "cache",
+        "scheduler",
+        "kv_events",
+        "first_adapters",
+    }
     for name in ("kv_cache_memory", "adapter_host_memory", "adapter_cache_bytes"):
         if defaults[name] is not None:
             defaults[name] = parse_bytes(defaults[name])

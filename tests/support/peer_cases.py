@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.kernels.collective import make_ranks
 from weft.kernels.collective.base import sum_in_order
+from weft.kernels.collective.group import join_group, leave_group
 from weft.kernels.collective.peers import PeerRanks
 from weft.kernels.ops import Pending, Product, reference_rms_norm
 from weft.kernels.triton_ops import TritonOps
@@ -25,9 +26,7 @@ def run_rank(rank: int, size: int, folder: str) -> None:
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=size, device_id=device
-    )
+    join_group(rank, size, folder, device)
     with torch.inference_mode():
         ranks = make_ranks(device, 2 * WIDTH)
         assert isinstance(ranks, PeerRanks)
@@ -36,8 +35,8 @@ def run_rank(rank: int, size: int, folder: str) -> None:
         case.two_shots()
         case.replays()
         case.rows_alone()
-    dist.barrier()
-    dist.destroy_process_group()
+        ranks.barrier()
+    leave_group()
 
 
 class Case:
