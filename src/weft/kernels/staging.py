@@ -57,7 +57,7 @@ class Staging:
         words = self.device_words[:num_words]
         words.copy_(self._host[self.turn][:num_words], non_blocking=True)
         if self._sent:
-            self._sent[self.turn].record()
+            record(self._sent[self.turn], words.device)
         return words
 
     def send_all(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
@@ -83,6 +83,12 @@ class Staging:
         if self._sent:
             self._sent[self.turn].synchronize()
         return self._host[self.turn]
+
+
+def record(event: torch.cuda.Event, device: torch.device) -> None:
+    """Record an event on the current stream of a device, such as cuda:0. An event that is told
+    neither stream nor device asks the driver how many devices there are, each time."""
+    event.record(torch.cuda.current_stream(device))
 
 
 def _part(words: Tensor, start: int, end: int, like: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from weft.core.errors import WeftError
 from weft.core.stats import TierStats
 from weft.core.targets import ImageLayout
 from weft.kernels.lora import AdapterPool
+from weft.kernels.staging import record
 from weft.models.loading import LoadedModel
 from weft.schedule.extents import Extent, Move
 from weft.schedule.plan import StepResult
@@ -69,7 +70,7 @@ class DeviceSteps:
         if self._on_gpu:
             self.pool.move(moves)
             done: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            done.record()
+            record(done, self.pool.arena.device)
             self.wait_moved = done.synchronize
         else:
             self.wait_moved = self._thread.submit(self.pool.move, moves).result
@@ -106,7 +107,7 @@ class DeviceSteps:
         with torch.inference_mode():
             host = to_host(self._executor.run(inputs))
             done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
+            record(done, self.pool.arena.device)
         return _CudaFlight(done, lambda: step_result(inputs, host))
 
 

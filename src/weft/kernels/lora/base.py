@@ -122,7 +122,7 @@ class AdapterPool:
         with torch.cuda.stream(self._copies):
             extent.copy_(data, non_blocking=True)
             found.copy_(checksum(extent), non_blocking=True)
-            done.record()
+            done.record(self._copies)
         done.synchronize()
         return int(found)
 
