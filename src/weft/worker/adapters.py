@@ -33,7 +33,7 @@ from weft.schedule.extents import Extent
 from weft.worker.memory import HostMemory
 from weft.worker.others import NO_OTHERS, OtherRanks
 from weft.worker.protocol import LoadOrder, LoadResult, Origin, PackedAdapter, ProbeResult
-from weft.worker.reading import AdapterReader, Work, typed
+from weft.worker.reading import AdapterReader, LoadNotes, typed
 from weft.worker.selfcheck import SelfCheck, probed, worst
 from weft.worker.threads import WatchedThreads
 
@@ -113,61 +113,61 @@ class AdapterLoader:
     def _load(
         self, order: LoadOrder, wait_moved: Callable[[], object], ended: Future[LoadResult]
     ) -> None:
-        work = Work()
+        notes = LoadNotes()
         found: AdapterImage | WeftError
         try:
-            found = self._bring_to_device(order, wait_moved, work)
+            found = self._bring_to_device(order, wait_moved, notes)
         except Exception as error:
             found = _unavailable(typed(error))
         held = order.origin.image
         anew = held is None or (isinstance(found, AdapterImage) and found.data is not held.data)
-        ended.set_result(LoadResult(found, anew, work.stage_s, work.num_faults))
-        self._reader.save(work.packed)
+        ended.set_result(LoadResult(found, anew, notes.stage_s, notes.num_faults))
+        self._reader.save(notes.packed)
 
     def _bring_to_device(
-        self, order: LoadOrder, wait_moved: Callable[[], object], work: Work
+        self, order: LoadOrder, wait_moved: Callable[[], object], notes: LoadNotes
     ) -> AdapterImage:
-        image = self._obtain(order, order.origin, work)
+        image = self._obtain(order, order.origin, notes)
         wait_moved()
-        if self._copy(order.start, image, work):
+        if self._copy(order.start, image, notes):
             return image
         origin = order.origin
         logger.warning("adapter %s: %s; it is loaded once more", origin.digest[:16], _TORN)
         if origin.sources or order.parts:  # its bytes on the host may have changed
-            image = self._obtain(order, replace(origin, image=None), work)
-        if not self._copy(order.start, image, work):
+            image = self._obtain(order, replace(origin, image=None), notes)
+        if not self._copy(order.start, image, notes):
             raise AdapterUnavailable(f"the adapter can't be loaded: {_TORN}", "model")
         return image
 
-    def _copy(self, start: int, image: AdapterImage, work: Work) -> bool:
+    def _copy(self, start: int, image: AdapterImage, notes: LoadNotes) -> bool:
         """Copy an image to the device. Returns whether its checksums there are right."""
-        with self._reader.timed("copy", work):
+        with self._reader.timed("copy", notes):
             others = self._others.write(start, image, self._host.offset_of(image.data))
             try:
                 own = self.pool.write(start, image.data_of(0))
             finally:  # a rank that still writes there would damage what comes there next
                 theirs = [each.result() for each in others]
             right = (own, *theirs) == image.checksums
-        work.num_faults += not right
+        notes.num_faults += not right
         return right
 
-    def _obtain(self, order: LoadOrder, origin: Origin, work: Work) -> AdapterImage:
+    def _obtain(self, order: LoadOrder, origin: Origin, notes: LoadNotes) -> AdapterImage:
         if not order.parts:
-            return self._reader.with_checksums(self._bring(origin, order.extent, work))
-        images = [(self._bring(part, None, work), scale) for part, scale in order.parts]
-        with self._reader.timed("pack", work):
+            return self._reader.with_checksums(self._bring(origin, order.extent, notes))
+        images = [(self._bring(part, None, notes), scale) for part, scale in order.parts]
+        with self._reader.timed("pack", notes):
             into = self._host.view(order.extent)
             image = self.packer.sum_adapters(origin.digest, images, into)
         return self._reader.with_checksums(image)
 
-    def _bring(self, origin: Origin, extent: Extent | None, work: Work) -> AdapterImage:
+    def _bring(self, origin: Origin, extent: Extent | None, notes: LoadNotes) -> AdapterImage:
         """An adapter's image from the nearest place, put into `extent` unless on the host."""
         if origin.image is not None:
             return origin.image
-        image = self._reader.from_file(origin.digest, self._host.view(extent), work)
+        image = self._reader.from_file(origin.digest, self._host.view(extent), notes)
         if image is None:
-            image = self._reader.from_folders(origin, work)
-            work.packed.append(image)
+            image = self._reader.from_folders(origin, notes)
+            notes.packed.append(image)
             image = self._staged(image, extent)
         return image
 

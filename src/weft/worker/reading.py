@@ -109,7 +109,7 @@ class Packer:
 
 
 @dataclass(slots=True)
-class Work:
+class LoadNotes:
     """What a thread records while it brings an adapter."""
 
     stage_s: dict[str, float] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ahead:
+class _ReadAhead:
     """An adapter that was read before it was asked for."""
 
     packed: PackedAdapter
@@ -141,7 +141,7 @@ class AdapterReader:
         self._clock = clock
         self._readers = WatchedThreads(NUM_READERS, "weft-reader")
         self.registrars = WatchedThreads(NUM_REGISTRARS, "weft-registrar")
-        self._ahead: dict[AdapterSource, Future[_Ahead | None]] = {}
+        self._ahead: dict[AdapterSource, Future[_ReadAhead | None]] = {}
         """Those read ahead and not yet asked for; None for one that could not be read, or that
         there was no room for."""
 
@@ -149,7 +149,7 @@ class AdapterReader:
         """Read adapters that `pack` will soon be asked for, until images of about `max_bytes` in
         all wait to be asked for."""
         for source in dict.fromkeys(sources):
-            ended: Future[_Ahead | None] = Future()
+            ended: Future[_ReadAhead | None] = Future()
             self._ahead[source] = ended
             self._readers.submit(self._read_ahead, source, max_bytes, ended)
         if self._ahead:
@@ -180,19 +180,21 @@ class AdapterReader:
 
     # -- for the caller's thread ---------------------------------------------------------------
 
-    def from_file(self, digest: str, into: torch.Tensor | None, work: Work) -> AdapterImage | None:
+    def from_file(
+        self, digest: str, into: torch.Tensor | None, notes: LoadNotes
+    ) -> AdapterImage | None:
         """The image from its file, read into `into` (bytes) if given; None if there is none."""
         if self._images is None:
             return None
-        with self.timed("read", work):
+        with self.timed("read", notes):
             return self._images.load(digest, into)
 
-    def from_folders(self, origin: Origin, work: Work) -> AdapterImage:
+    def from_folders(self, origin: Origin, notes: LoadNotes) -> AdapterImage:
         """An adapter from the first folder that still has it; else raises the last one's error."""
         refusal: WeftError | None = None
         for source in origin.sources:
             try:
-                return self._packed(self._files(source.again(origin.digest), work), work)
+                return self._packed(self._files(source.again(origin.digest), notes), notes)
             except Exception as error:
                 refusal = _refused(source, error)
         raise refusal or AdapterUnavailable("an adapter of the sum was unloaded", "adapters")
@@ -211,72 +213,89 @@ class AdapterReader:
         return replace(image, checksums=tuple(int(checksum(image.data_of(r))) for r in ranks))
 
     @contextlib.contextmanager
-    def timed(self, stage: str, work: Work) -> Iterator[None]:
+    def timed(self, stage: str, notes: LoadNotes) -> Iterator[None]:
         begin = self._clock()
         yield
-        work.stage_s[stage] = work.stage_s.get(stage, 0.0) + self._clock() - begin
+        notes.stage_s[stage] = notes.stage_s.get(stage, 0.0) + self._clock() - begin
 
     # -- on its threads: images are saved after the result has been set -------------------------
 
     def _read(self, source: AdapterSource, ended: Future[PackedAdapter | WeftError]) -> None:
-        work = Work()
+        notes = LoadNotes()
         try:
-            image = self.from_file(source.digest, None, work) if source.digest else None
-            if image is None:
-                files = self._files(source, work)
-                if self._images is not None and self._images.has(files.digest):
-                    image = self.from_file(files.digest, None, work)
-                if image is None:
-                    self.registrars.submit(self._pack, source, files, work, ended)
-                    return
-            ended.set_result(PackedAdapter(image, work.stage_s))
+            image, files = self._find(source, notes)
+            if image is not None:
+                ended.set_result(PackedAdapter(image, notes.stage_s))
+            else:
+                self.registrars.submit(self._pack, source, files, notes, ended)
         except Exception as error:
             ended.set_result(_refused(source, error))
+
+    def _find(
+        self, source: AdapterSource, notes: LoadNotes
+    ) -> tuple[AdapterImage, None] | tuple[None, AdapterFiles]:
+        """An adapter's image from its file, or what its folder has if there is no such file."""
+        if source.digest:
+            image = self.from_file(source.digest, None, notes)
+            if image is not None:
+                return image, None
+        files = self._files(source, notes)
+        if self._images is not None and self._images.has(files.digest):
+            image = self.from_file(files.digest, None, notes)
+            if image is not None:
+                return image, None
+        return None, files
 
     def _pack(
         self,
         source: AdapterSource,
         files: AdapterFiles,
-        work: Work,
+        notes: LoadNotes,
         ended: Future[PackedAdapter | WeftError],
     ) -> None:
         try:
-            image = self._packed(files, work)
+            image = self._packed(files, notes)
         except Exception as error:
             ended.set_result(_refused(source, error))
             return
-        ended.set_result(PackedAdapter(image, work.stage_s))
+        ended.set_result(PackedAdapter(image, notes.stage_s))
         self.save([image])
 
     def _read_ahead(
-        self, source: AdapterSource, max_bytes: int, ended: Future[_Ahead | None]
+        self, source: AdapterSource, max_bytes: int, ended: Future[_ReadAhead | None]
     ) -> None:
+        """Read an adapter, and wait until it is packed, so that few are under way."""
         there = [ahead.result() for ahead in list(self._ahead.values()) if ahead.done()]
         if sum(ahead.packed.image.num_bytes for ahead in there if ahead) >= max_bytes:
             ended.set_result(None)
             return
+        notes = LoadNotes()
         try:
             state = _state_of(source)
-        except (WeftError, OSError):
+            image, files = self._find(source, notes)
+            if image is None:
+                image = self.registrars.submit(self._packed, files, notes).result()
+                notes.packed.append(image)
+        except Exception:  # `pack` will say why
             ended.set_result(None)
             return
-
-        def end(done: Future[PackedAdapter | WeftError]) -> None:
-            found = done.result()
-            ended.set_result(None if isinstance(found, WeftError) else _Ahead(found, state))
-
-        found: Future[PackedAdapter | WeftError] = Future()
-        found.add_done_callback(end)
-        self._read(source, found)
+        ended.set_result(_ReadAhead(PackedAdapter(image, notes.stage_s), state))
+        self.save(notes.packed)
 
     def _take_soon(
-        self, source: AdapterSource, ahead: _Ahead | None, ended: Future[PackedAdapter | WeftError]
+        self,
+        source: AdapterSource,
+        ahead: _ReadAhead | None,
+        ended: Future[PackedAdapter | WeftError],
     ) -> None:
         with contextlib.suppress(RuntimeError):  # the threads have been closed
             self._readers.submit(self._take, source, ahead, ended)
 
     def _take(
-        self, source: AdapterSource, ahead: _Ahead | None, ended: Future[PackedAdapter | WeftError]
+        self,
+        source: AdapterSource,
+        ahead: _ReadAhead | None,
+        ended: Future[PackedAdapter | WeftError],
     ) -> None:
         """Answer with what was read ahead, unless the folder has changed since."""
         with contextlib.suppress(WeftError, OSError):
@@ -285,12 +304,12 @@ class AdapterReader:
                 return
         self._read(source, ended)
 
-    def _files(self, source: AdapterSource, work: Work) -> AdapterFiles:
-        with self.timed("read", work):
+    def _files(self, source: AdapterSource, notes: LoadNotes) -> AdapterFiles:
+        with self.timed("read", notes):
             return self.packer.read_adapter(source)
 
-    def _packed(self, files: AdapterFiles, work: Work) -> AdapterImage:
-        with self.timed("pack", work):
+    def _packed(self, files: AdapterFiles, notes: LoadNotes) -> AdapterImage:
+        with self.timed("pack", notes):
             return self.with_checksums(self.packer.pack_adapter(files))
 
 
