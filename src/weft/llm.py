@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -22,6 +22,7 @@ from weft.fleet.direct import DirectClient
 from weft.models.config import resolve_model
 from weft.registry import Access, AdapterRegistry, Caller, Sources
 from weft.serving import DirectExecutor, Intake, Language, Pinned, Publisher
+from weft.serving.publisher import sources_of
 from weft.text import AdapterTokenizers, OutputDelta, OutputStream, Tokenizer, load_tokenizer
 from weft.text.templates import joined_text
 
@@ -77,7 +78,8 @@ class LLM:
         if not isinstance(cast(object, adapters), Mapping | None):
             message = f"adapters must be paths by name, such as {{'sql': './sql'}}, got {adapters}"
             raise ConfigError(message, "adapters")
-        args = engine_args(str(model), **options)
+        first = sources_of(list((adapters or {}).values()))
+        args = replace(engine_args(str(model), **options), first_adapters=first)
         resolve_model(args.model.model, args.model.revision, weights=False)
         self._tokenizer = (
             None if skip_tokenizer_init else load_tokenizer(args.model.model, args.model.revision)

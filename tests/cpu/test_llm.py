@@ -27,6 +27,7 @@ from patience import PATIENCE_S
 from tiny import ADAPTERS, BASE, answer, ask
 
 from weft import LLM, SamplingParams
+from weft.core.adapters import AdapterSource
 from weft.core.errors import (
     AdapterConflict,
     AdapterNotFound,
@@ -41,6 +42,7 @@ from weft.core.errors import (
 from weft.core.requests import EngineRequest
 from weft.core.sampling import StructuredOutputs
 from weft.llm import RequestOutput
+from weft.worker.reading import AdapterReader
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 HALF = "\ud83d"
@@ -746,3 +748,24 @@ def test_a_forked_process_is_told_that_the_engine_is_not_there(llm: LLM) -> None
             os._exit(1)
     assert os.waitpid(child, 0) == (child, 0)
     assert texts(llm.chat(ask("hello"), GREEDY)) == ["hello?"]
+
+
+def test_first_adapters_are_read_while_the_engine_starts(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    take, taken = AdapterReader._take, list[str]()
+
+    def note(self: AdapterReader, source: AdapterSource, ahead: Any, ended: Any) -> None:
+        assert ahead is not None
+        taken.append(source.path)
+        take(self, source, ahead, ended)
+
+    monkeypatch.setattr(AdapterReader, "_take", note)
+    (tmp_path / "sort").symlink_to(ADAPTERS["sort"])
+    llm = make_llm(adapters={**ADAPTERS, "link": tmp_path / "sort"})
+    paths = {str(path.resolve()) for path in ADAPTERS.values()}
+    assert set(taken) == paths and len(taken) == len(paths), "each is handed out once"
+    outputs = llm.chat([ask("world")] * 2, SamplingParams(max_tokens=40), ["sort", "link"])
+    assert [o.text for o in outputs] == [answer("sort", "world")] * 2
+    with pytest.raises(AdapterNotFound, match="no folder /nowhere"):
+        make_llm(adapters={"sort": ADAPTERS["sort"], "none": "/nowhere"})

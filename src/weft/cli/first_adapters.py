@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from weft.cli.args import LoraModule
-from weft.core.adapters import AdapterRef, AdapterSource
+from weft.core.adapters import AdapterRef
 from weft.core.errors import WeftError
-from weft.core.folders import Folder
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams
 from weft.fleet.supervisor import Supervisor
 from weft.registry import AdapterRegistry
 from weft.registry.names import one_form
 from weft.serving import Publisher
-from weft.serving.publisher import source_of
 
 if TYPE_CHECKING:
     from weft.fleet.fleet_client import FleetClient
@@ -30,17 +27,6 @@ MAX_LOADS = 8
 """Adapters that are loaded side by side."""
 TELL_S = 1.0
 """How often the log is told how far this is."""
-
-
-def sources_of(modules: Iterable[LoraModule]) -> tuple[AdapterSource, ...]:
-    """Where an engine finds those of the operator's adapters that are in folders. What can't be
-    opened is left out, as its load will say why."""
-    sources: list[AdapterSource] = []
-    for module in modules:
-        if module.folder is not None:
-            with suppress(OSError), Folder(module.path) as folder:
-                sources.append(source_of(folder))
-    return tuple(sources)
 
 
 async def load_adapters(

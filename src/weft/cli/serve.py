@@ -25,7 +25,7 @@ from weft.cli.args import LoraModule, ServeFlags
 from weft.cli.connections import ConnectionLimits, connection_limits, http_config
 from weft.cli.deadline import end_within
 from weft.cli.engines import leave_fleet, start_engine, until_empty
-from weft.cli.first_adapters import bring_to_device, load_adapters, sources_of
+from weft.cli.first_adapters import bring_to_device, load_adapters
 from weft.cli.front import FrontDoor, served_beside
 from weft.cli.summary import num_shared, summary
 from weft.core.config import EngineArgs, ModelArgs
@@ -43,6 +43,7 @@ from weft.registry.shared import SharedRegistry
 from weft.serving import LoopExecutor, Publisher
 from weft.serving.embedding import EmbeddingRule, embedding_rule
 from weft.serving.follower import Follower
+from weft.serving.publisher import sources_of
 from weft.text import AdapterTokenizers, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -284,7 +285,7 @@ async def _load(
     await asyncio.to_thread(resolve_model, model.model, model.revision, weights=False)
     logger.info("start: loading %s", model.model)
     watchdog_s = start.flags.watchdog_timeout
-    first = await asyncio.to_thread(sources_of, start.modules)
+    first = await asyncio.to_thread(sources_of, [module.path for module in start.modules])
     args = replace(start.engine, first_adapters=first)
     engine = asyncio.create_task(start_engine(args, start.fleet, watchdog_s, contents, blobs))
     try:

@@ -220,8 +220,8 @@ class EngineArgs:
     num_threads: int | None = None
     kv_events: KvEventsArgs | None = None
     first_adapters: tuple[AdapterSource, ...] = ()
-    """Adapters that the engine will be asked to hold as soon as it is ready. It reads some of them
-    while it still prepares a GPU."""
+    """Adapters that the engine will be asked to hold as soon as it is ready. With one device, it
+    reads them side by side before, on a GPU while steps are captured."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_threads")

@@ -8,12 +8,13 @@ import logging
 import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace as with_changes
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -166,6 +167,26 @@ class Tried(NamedTuple):
 def source_of(folder: Folder) -> AdapterSource:
     """The source by which an engine finds the adapter in a folder."""
     return AdapterSource(folder.path, root=folder.root, identity=folder.identity)
+
+
+def sources_of(paths: Sequence[str | Path]) -> tuple[AdapterSource, ...]:
+    """The sources of those adapters that are in folders. What can't be opened is left out, as its
+    load will say why."""
+
+    def find(_: object) -> tuple[AdapterSource, ...]:
+        sources: list[AdapterSource] = []
+        for path in paths:
+            with suppress(OSError, RuntimeError, TypeError, ValueError):
+                plain = str(Path(path).expanduser().absolute())
+                plain.encode()  # the engine may be another process
+                with Folder(plain) as folder:
+                    sources.append(source_of(folder))
+        return tuple(sources)
+
+    try:
+        return read_aside(find)
+    except AdapterUnavailable:  # a disk does not answer
+        return ()
 
 
 class Publisher:

@@ -80,6 +80,7 @@ class AdapterLoader:
 
     def load(self, order: LoadOrder, wait_moved: Callable[[], object]) -> Future[LoadResult]:
         """See `Worker.load`; `wait_moved` waits for the moves that must precede the copy."""
+        self._reader.forget_ahead()  # requests come, so that the start is over
         ended: Future[LoadResult] = Future()
         self._loaders.submit(self._load, order, wait_moved, ended)
         return ended

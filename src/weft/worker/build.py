@@ -91,7 +91,7 @@ def build_worker(
         read_compiler(device_of(args.model.device))
         parts = allocate(args, stages, ALONE, partial(_load, args))
         reader = _make_reader(args, parts)
-        # Once the compilers' processes have ended, as these can't do with other threads' locks.
+        # Not before compilers have run: they are forked, and would keep locks of other threads.
         begin = partial(
             reader.begin, args.first_adapters, host_bytes(args.lora.adapter_host_memory)
         )
@@ -221,6 +221,8 @@ def prepare(
         pinning = beside.submit(host_memory, asked, device, host_fd)
         if device.type == "cuda":
             _use_first(parts, _rehearsal(args, parts), ranks, stages, compiled)
+        else:
+            compiled()
     return pinning.result()
 
 

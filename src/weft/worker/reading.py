@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from threading import Timer
 
 import torch
 
@@ -41,8 +40,6 @@ NUM_READERS = 8
 """Threads that read adapters to register. One whose disk does not answer holds up no other."""
 NUM_REGISTRARS = 4
 """Threads that pack, probe and stage: slow work that must not hold up loads."""
-AHEAD_S = 300.0
-"""How long an adapter that was read ahead is kept if nobody asks for it."""
 
 
 class Packer:
@@ -152,10 +149,10 @@ class AdapterReader:
             ended: Future[_ReadAhead | None] = Future()
             self._ahead[source] = ended
             self._readers.submit(self._read_ahead, source, max_bytes, ended)
-        if self._ahead:
-            forget = Timer(AHEAD_S, self._ahead.clear)
-            forget.daemon = True
-            forget.start()
+
+    def forget_ahead(self) -> None:
+        """Drop what was read ahead and not asked for."""
+        self._ahead.clear()
 
     def pack(self, source: AdapterSource) -> Future[PackedAdapter | WeftError]:
         """See `Worker.pack`."""
@@ -174,7 +171,7 @@ class AdapterReader:
         return {"readers": self._readers.stuck_s(), "registrars": self.registrars.stuck_s()}
 
     def close(self) -> None:
-        self._ahead.clear()
+        self.forget_ahead()
         self._readers.shutdown(cancel_futures=True)
         self.registrars.shutdown(cancel_futures=True)
 
