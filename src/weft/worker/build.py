@@ -88,14 +88,7 @@ def build_worker(
     """Load the model, allocate all memory and capture steps, on all ranks. Another thread calls
     `on_lost` when a rank is gone. Raises ConfigError, and EngineDead if a rank is gone."""
     if args.model.tensor_parallel_size == 1:
-        read_compiler(device_of(args.model.device))
-        parts = allocate(args, stages, ALONE, partial(_load, args))
-        reader = _make_reader(args, parts)
-        # Not before compilers have run: they are forked, and would keep locks of other threads.
-        begin = partial(
-            reader.begin, args.first_adapters, host_bytes(args.lora.adapter_host_memory)
-        )
-        return _assemble(args, parts, reader, prepare(args, parts, stages, ALONE, None, begin))
+        return _build_alone(args, stages)
     device = check_ranks(args)
     peers = Peers(args, on_lost)
     try:
@@ -122,6 +115,23 @@ def build_worker(
         if lost is not None:
             raise lost from error
         raise
+
+
+def _build_alone(args: EngineArgs, stages: Stages) -> DeviceWorker:
+    read_compiler(device_of(args.model.device))
+    parts = allocate(args, stages, ALONE, partial(_load, args))
+    reader = _make_reader(args, parts)
+
+    def read_ahead() -> None:
+        reader.begin(args.first_adapters, host_bytes(args.lora.adapter_host_memory))
+
+    try:
+        # Not before compilers have run: they are forked, and would keep locks of other threads.
+        host = prepare(args, parts, stages, ALONE, compiled=read_ahead)
+    except BaseException:
+        reader.close()
+        raise
+    return _assemble(args, parts, reader, host)
 
 
 def loading(args: EngineArgs, rank: int) -> Future[LoadedModel]:

@@ -1,8 +1,10 @@
 """Reads adapters and packs them for the kernels, on threads of its own.
 
-folder ──> packed ──> image file        the first time
-folder ──> digest, image file           later: the folder has the content of an image file
-image file                              where the content that is meant is known
+    folder ──> packed ──> image file        the first time
+    folder ──> digest, image file           later: the folder has the content of an image file
+    image file                              where the content that is meant is known
+
+While an engine starts, it reads ahead those adapters that it will be asked for first.
 """
 
 from __future__ import annotations
