@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from threading import Lock
 
 import torch
 
@@ -143,10 +144,12 @@ class AdapterReader:
         self._ahead: dict[AdapterSource, Future[_ReadAhead | None]] = {}
         """Those read ahead and not yet asked for; None for one that could not be read, or that
         there was no room for."""
+        self._bytes_ahead, self._lock = 0, Lock()
+        """The bytes of all images that were read ahead."""
 
     def begin(self, sources: Iterable[AdapterSource], max_bytes: int) -> None:
-        """Read adapters that `pack` will soon be asked for, until images of about `max_bytes` in
-        all wait to be asked for."""
+        """Read adapters that `pack` will soon be asked for, until their images take `max_bytes` or
+        a little more."""
         for source in dict.fromkeys(sources):
             ended: Future[_ReadAhead | None] = Future()
             self._ahead[source] = ended
@@ -264,8 +267,7 @@ class AdapterReader:
         self, source: AdapterSource, max_bytes: int, ended: Future[_ReadAhead | None]
     ) -> None:
         """Read an adapter, and wait until it is packed, so that few are under way."""
-        there = [ahead.result() for ahead in list(self._ahead.values()) if ahead.done()]
-        if sum(ahead.packed.image.num_bytes for ahead in there if ahead) >= max_bytes:
+        if self._bytes_ahead >= max_bytes:
             ended.set_result(None)
             return
         notes = LoadNotes()
@@ -278,6 +280,8 @@ class AdapterReader:
         except Exception:  # `pack` will say why
             ended.set_result(None)
             return
+        with self._lock:
+            self._bytes_ahead += image.num_bytes
         ended.set_result(_ReadAhead(PackedAdapter(image, notes.stage_s), state))
         self.save(notes.packed)
 
