@@ -50,6 +50,7 @@ def test_weights_are_those_of_a_model(size: int, quantization: str | None) -> No
 
 INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 FP8 = {"type": "float", "num_bits": 8, "strategy": "channel"}
+COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": FP8}}}
 
 
 @pytest.mark.parametrize(
@@ -58,10 +59,7 @@ FP8 = {"type": "float", "num_bits": 8, "strategy": "channel"}
         (INT4, "int4"),
         (INT4 | {"desc_act": True}, "values"),
         ({"quant_method": "fp8"}, "fp8-weight-only"),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": FP8}}},
-            "fp8-weight-only",
-        ),
+        (COMPRESSED, "fp8-weight-only"),
         ({"quant_method": "bitsandbytes"}, "values"),
     ],
 )
@@ -74,6 +72,46 @@ def test_a_quantized_checkpoint_takes_what_its_matrices_do(
     found = RankPlan(replace(config, quantized=stated), args, 1).memory(TOTAL, 1, 0)
     _, rounded = model("llama-3.2-1b", quantization=same)
     assert found.weights == RankPlan(config, rounded, 1).memory(TOTAL, 1, 0).weights
+
+
+Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("names", "left"),
+    [
+        ([Q], ["qkv"]),
+        (["lm_head", "self_attn", UP], ["qkv", "o", "gate_up"]),
+        (["model.language_model.layers.0.mlp"], ["gate_up", "down"]),
+        (["re:.*(q|down)_proj$"], ["qkv", "down"]),
+        (["re:model.language_model.*mlp"], ["gate_up", "down"]),
+        (["lm_head", "mlp.gate", "model.visual.blocks.0", "re:visual.*"], []),
+    ],
+)
+def test_what_a_checkpoint_leaves_unconverted_takes_16_bits(
+    names: list[str], left: list[str]
+) -> None:
+    """So do projections that are computed together with one of these."""
+    whole, args = model("llama-3.2-1b")
+    config = replace(whole, num_layers=1)
+
+    def weights(stated: dict[str, object] | None) -> int:
+        return RankPlan(replace(config, quantized=stated), args, 1).memory(TOTAL, 1, 0).weights
+
+    hidden, inner, kv = config.hidden_size, config.layer(0).intermediate_size, 512
+    outputs = {"qkv": hidden + 2 * kv, "o": hidden, "gate_up": 2 * inner, "down": inner}
+    share = sum(outputs[each] for each in left) / sum(outputs.values())
+    for field, stated in (("modules_to_not_convert", INT4), ("ignore", COMPRESSED)):
+        least = weights(stated)
+        lost = (weights(stated | {field: names}) - least) / (weights(None) - least)
+        assert lost == pytest.approx(share, abs=1e-3)
+
+
+def test_a_pattern_of_names_that_can_not_be_read() -> None:
+    config, args = model("llama-3.2-1b")
+    plan = RankPlan(replace(config, quantized=COMPRESSED | {"ignore": ["re:("]}), args, 1)
+    with pytest.raises(ConfigError, match=r"quantization_config.ignore: 're:\('"):
+        plan.memory(TOTAL, 1, 0)
 
 
 @SIZES

@@ -18,7 +18,7 @@ from weft.models.config import ModelConfig, share_of
 from weft.models.decoder import kv_bytes_per_block, state_bytes
 from weft.models.loading import allocate_weights, dtype_of, quantize_weights
 from weft.models.mtp import head_shard, with_mtp_head
-from weft.models.quantized.reading import expected_codes
+from weft.models.quantized.reading import expected_codes, is_converted
 from weft.worker.memory import GpuMemory, count_snapshots, count_states
 
 GPUS: dict[str, int] = {
@@ -118,8 +118,13 @@ class RankPlan:
         if asked is not None or stated is None or self._args.model.deterministic:
             return weights.num_bytes
         for key, (group, *_) in self.table.by_key.items():
+            if group.kind != "linear":
+                continue
+            # One part that is not converted, and the whole matrix is in 16 bits.
+            if not all(is_converted(stated, name) for name in group.packed.names):
+                continue
             codes = expected_codes(stated, group.out_features, group.in_features)
-            if group.kind == "linear" and codes is not None and has_layout(codes):
+            if codes is not None and has_layout(codes):
                 weights.matrices[key] = pack(codes, torch.bfloat16)
         return weights.num_bytes
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from weft.core.errors import ConfigError
+from weft.core.targets import TEXT_PREFIXES, text_name
 from weft.kernels.quant.packed import Codes, Coding
 from weft.models.quantized.awq import read_awq
 from weft.models.quantized.bnb import read_bitsandbytes
@@ -25,6 +28,8 @@ _READERS: dict[str, _Reader] = {
     "gptq": read_gptq,
     "mxfp4": read_mxfp4,
 }
+_UNCONVERTED = ("modules_to_not_convert", "ignored_layers", "ignore")
+"""Fields that list modules, by their names or by regular expressions that begin with `re:`."""
 
 
 def dequantized(
@@ -51,6 +56,34 @@ def expected_codes(stated: Mapping[str, Any], outputs: int, inputs: int) -> Code
     codes = torch.empty((outputs, inputs), dtype=torch.uint8, device="meta")
     scales = torch.empty((outputs, max(groups, 1)), dtype=torch.bfloat16, device="meta")
     return Codes(coding, codes, scales, None if coding == "e4m3" else scales.int())
+
+
+def is_converted(stated: Mapping[str, Any], name: str) -> bool:
+    """Whether a checkpoint has the module of this name in the text model quantized: `stated` does
+    not name it, a module that it is in, or some last parts of either. Raises ConfigError for a
+    regular expression that can't be read."""
+    return not any(
+        _means(each, name, f"quantization_config.{field}")
+        for field in _UNCONVERTED
+        if isinstance(stated.get(field), list)
+        for each in stated[field]
+    )
+
+
+def _means(stated: object, name: str, field: str) -> bool:
+    """Whether an entry of `field` stands for the module."""
+    if not isinstance(stated, str):
+        return False
+    if not stated.startswith("re:"):
+        own = text_name(stated)
+        return own is not None and f".{own}." in f".{name}."
+    try:
+        pattern = re.compile(stated.removeprefix("re:"))
+    except re.error as error:
+        raise ConfigError(f"{field}: {stated!r} can't be read: {error}", field) from None
+    inner = name.removeprefix("model.")
+    of_whole = (prefix + inner for prefix, own in TEXT_PREFIXES if own == "model.")
+    return any(pattern.match(each) for each in (name, *of_whole))
 
 
 def _coding_and_group(stated: Mapping[str, Any]) -> tuple[Coding, int | None] | None:
