@@ -84,6 +84,30 @@ def test_names_and_errors(command: list[str], address: str) -> None:
     assert not {"\x1b", "\x07", "\x9b"} & set(said)
 
 
+@pytest.mark.parametrize("body", [[], None, {"ok": True}, {"nodes": 5}, {"nodes": [{"node": 1}]}])
+@pytest.mark.parametrize(
+    ("command", "path"),
+    [
+        (["status"], "/fleet"),
+        (["top", "--once", "--interval", "0.1"], "/fleet"),
+        (["why", "x"], "/fleet/why/x"),
+        (["drain", "x"], "/fleet/drain"),
+    ],
+    ids=["status", "top", "why", "drain"],
+)
+def test_a_server_that_is_not_of_weft(
+    command: list[str], path: str, body: object, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("/fleet", "/fleet/why/x", "/fleet/drain"):
+        monkeypatch.setitem(ANSWERS, each, json.dumps(body))
+    done = CliRunner().invoke(app, ["cluster", *command, "--at", address], env={"COLUMNS": "400"})
+    told = f"http://{address}{path} is not from a Weft server"
+    if command[0] == "top":  # which shows metrics nevertheless
+        assert told in done.stdout
+    else:
+        assert (done.exit_code, done.stderr) == (1, f"weft: error: {told}\n")
+
+
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), ending_in_one_line():
         Path(f"/no/{EVIL}").read_bytes()

@@ -268,6 +268,8 @@ def placed(name: str, at: str | None) -> Sequence[Placed]:
 
 def ask(url: str, path: str, key: str, body: object = None) -> Any:
     """A node's answer. Raises Unreachable, InvalidRequest with what the node says."""
+    from weft.cli.scrapes import said_of_fleet, unreachable
+
     request = urllib.request.Request(url + path)
     if key:
         request.add_unredirected_header("Authorization", f"Bearer {key}")
@@ -276,7 +278,7 @@ def ask(url: str, path: str, key: str, body: object = None) -> Any:
         request.add_header("Content-Type", "application/json")
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            return plain_json(json.load(answer))
+            return said_of_fleet(url, path, plain_json(json.load(answer)))
     except urllib.error.HTTPError as error:
         with error:
             text = error.read().decode(errors="replace")
@@ -284,8 +286,6 @@ def ask(url: str, path: str, key: str, body: object = None) -> Any:
             text = json.loads(text)["error"]["message"]
         raise InvalidRequest(f"{url}{path}: {text}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        from weft.cli.scrapes import unreachable
-
         raise unreachable(url, error) from None
 
 

@@ -10,10 +10,11 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from weft.core.errors import Unreachable
+from weft.core.errors import InvalidRequest, Unreachable
 from weft.terminal.plain import plain
 
 TIMEOUT_S = 5.0
@@ -118,6 +119,28 @@ def unreachable(url: str, error: Exception) -> Unreachable:
     why = getattr(reason, "strerror", None) or str(reason) or type(error).__name__
     without_number = re.sub(r"^\[Errno -?[0-9]+\] ", "", why)
     return Unreachable(f"can't reach {url}: {without_number}")
+
+
+def said_of_fleet(url: str, path: str, said: Any) -> Any:
+    """What a server said at `path`, one of the routes of a fleet. Raises InvalidRequest if it lacks
+    what a Weft server says there."""
+    if path == "/fleet":
+        good = _has_list(said, "nodes", {"node", "own", "state"})
+    elif path.startswith("/fleet/why/"):
+        good = _has_list(said, "placed", {"request_id", "node", "why", "pins", "costs"})
+    else:
+        good = isinstance(said, dict) and "draining" in said
+    if not good:
+        raise InvalidRequest(f"{url}{path} is not from a Weft server")
+    return said
+
+
+def _has_list(said: Any, field: str, fields: set[str]) -> bool:
+    """Whether a field holds a list of objects with these fields."""
+    each = said.get(field) if isinstance(said, dict) else None
+    return isinstance(each, list) and all(
+        isinstance(one, dict) and fields <= one.keys() for one in each
+    )
 
 
 def plain_url(given: str) -> str:
