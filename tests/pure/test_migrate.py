@@ -39,6 +39,7 @@ def options() -> Options:
             " --no-enable-prefix-caching",
         ),
         ("lorax-launcher --model-id m --port 80", "m --port 80"),
+        ("vllm serve m --model m --port 80", "m --port 80"),
         (
             "vllm serve m --served-model-name x y --api-key k l --port 1",
             "m --served-model-name x --served-model-name y --api-key k --api-key l --port 1",
@@ -81,6 +82,8 @@ def test_commands_of_other_servers(command: str, expected: str) -> None:
         ("--port 1 --max-model-len", "--max-model-len", "its value is missing"),
         ("--port 1 --lora-modules", "--lora-modules", "its value is missing"),
         ("--overlap=true --port 1", "--overlap true", "takes no value"),
+        ("'a word' --port 1", "'a word'", "one base model, which is m"),
+        ("--model other --port 1", "--model other", "one base model, which is m"),
     ],
 )
 def test_what_is_missing_is_named(flags: str, shown: str, told: str) -> None:
@@ -99,7 +102,15 @@ def test_the_table_leads_to_flags_that_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "vllm serve", "vllm serve 'x", "vllm serve --port 1", "python serve.py llama"]
+    "command",
+    [
+        "",
+        "vllm serve",
+        "vllm serve ''",
+        "vllm serve 'x",
+        "vllm serve --port 1",
+        "python serve.py llama",
+    ],
 )
 def test_what_is_no_such_command(command: str) -> None:
     with pytest.raises(ConfigError):

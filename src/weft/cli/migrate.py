@@ -217,15 +217,19 @@ def translated(command: str, options: Options) -> Translation:
         words = shlex.split(command.replace("\\\n", " "))
     except ValueError as error:
         raise ConfigError(f"the command can't be read: {error}", "command") from None
-    base, flags = "", list[tuple[str, list[str]]]()
+    bases, flags = list[tuple[str, str]](), list[tuple[str, list[str]]]()
     for name, values in _flags(_after_the_program(words), options):
         if name in BASE or not name:
-            base = base or (values[0] if values else "")
+            bases += [(name, value) for value in values if value]
         else:
             flags.append((name, values))
-    if not base:
+    if not bases:
         raise ConfigError("the command names no base model", "command")
-    found = Translation(base)
+    found = Translation(bases[0][1])
+    for name, value in bases[1:]:
+        if value != found.base:
+            shown = shlex.join([name, value] if name else [value])
+            found.missing[shown] = f"there is one base model, which is {found.base}"
     for name, values in flags:
         _translate(found, name, values, options)
     return found
