@@ -505,7 +505,9 @@ def test_a_load_that_fails(make_llm: MakeLLM, tmp_path: Path) -> None:
 def test_an_adapter_from_the_hub(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def download(name: str, **_: object) -> str:
+    def download(name: str, dry_run: bool = False, **_: object) -> str | list[object]:
+        if dry_run:
+            return []
         asked.append(name)
         return str(ADAPTERS["upper"])
 

@@ -11,12 +11,13 @@ import httpx
 import huggingface_hub
 import pytest
 from http_api import COMPLETE, Web, World, digest_of, run
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub import DryRunFileInfo
+from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError, RepositoryNotFoundError
 from patience import PATIENCE_S
 from toy_tokenizers import byte_level
 
 from weft.core.errors import EngineDead
-from weft.core.files import ADAPTER_FILES
+from weft.core.files import ADAPTER_FILES, WEIGHTS_FILE
 from weft.serving.quotas import MAX_LOADS
 
 OPENAI_ERROR = {"message", "type", "param", "code"}
@@ -286,21 +287,34 @@ def test_a_refused_load_leaves_the_pin_alone(world: World) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A hub that has acme/a; what is asked of it."""
+    """A hub that has acme/a, and acme/large whose weights have 1 TB; what is asked of it."""
     calls: list[Any] = []
     folder = tmp_path / "hub" / "snapshot"
     folder.mkdir(parents=True)
     (folder / "adapter_model.safetensors").write_text("H")
 
-    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(
+        name: str,
+        *,
+        revision: str | None,
+        allow_patterns: list[str],
+        dry_run: bool = False,
+        local_files_only: bool = False,
+    ) -> str | list[DryRunFileInfo]:
         calls.append((name, revision, sorted(allow_patterns)))
+        if local_files_only:
+            raise LocalEntryNotFoundError("it is not in the cache")
         if name == "acme/gone":
             asked = httpx.Request("GET", "https://hub/acme/gone")
             response = httpx.Response(404, request=asked)
-            raise RepositoryNotFoundError("404 Client Error", response=response)
-        if name != "acme/a":
+            gone = RepositoryNotFoundError("404 Client Error", response=response)
+            raise DryRunError("no access") from gone
+        if name not in ("acme/a", "acme/large"):
             raise OSError("no route to host\nand much more")
-        return str(folder)
+        if not dry_run:
+            return str(folder)
+        size = 1 if name == "acme/a" else 10**12
+        return [DryRunFileInfo(f"commit of {revision}", size, WEIGHTS_FILE, "", False, True)]
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     return calls
@@ -316,7 +330,8 @@ def test_adapters_from_the_hub(tmp_path: Path, hub: list[Any]) -> None:
         assert (await web.load("a", "acme/a@v2")).status_code == 200
         body = {"lora_name": "b", "source": {"uri": "hf://acme/a"}}
         assert (await web.post("/v1/loras", body)).status_code == 200
-        assert hub == [("acme/a", None, files), ("acme/a", "v2", files), ("acme/a", None, files)]
+        assert hub[::2] == [("acme/a", revision, files) for revision in (None, "v2", None)]
+        assert hub[1::2] == [(name, f"commit of {each}", files) for name, each, _ in hub[::2]]
         assert await text_of(web, "b") == "cbaH"
         assert (await listed(web))["b"]["path"] == "hf://acme/a"
         answer = await web.load("c", "acme/other")
@@ -325,9 +340,14 @@ def test_adapters_from_the_hub(tmp_path: Path, hub: list[Any]) -> None:
         assert "no route to host" in error["message"] and "\n" not in error["message"]
         answer = await web.load("c", "acme/gone")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "adapter_not_found")
+        hub.clear()
+        answer = await web.load("c", "acme/large")
+        told = "'acme/large': adapter_model.safetensors is larger than 4294967296 bytes"
+        assert answer.status_code == 400 and told in answer.json()["error"]["message"]
+        assert hub == [("acme/large", None, files)]
         for path in ("acme/../a", "/acme/a", "a/b/c", "acme/a@../x", "acme", "~/a"):
             assert (await web.load("c", path)).status_code in (400, 404)
-        assert len(hub) == 5
+        assert len(hub) == 1
 
     run(world, scenario)
     world.check()

@@ -8,12 +8,12 @@ import re
 from collections.abc import Sequence
 from copy import copy
 from errno import EXDEV
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from urllib.parse import unquote
 
-from weft.core.errors import AdapterError, AdapterNotFound, AdapterPathRefused
-from weft.core.files import ADAPTER_FILES
+from weft.core.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterPathRefused
+from weft.core.files import ADAPTER_FILES, MAX_BYTES
 from weft.core.folders import Folder, Roots, read_aside
 from weft.registry.allowed import BUCKETS, HUB, SCHEMES, WEB, Allowed
 from weft.registry.contents import MAX_ADAPTER_BYTES, Contents, cache_folder, not_kept
@@ -205,7 +205,7 @@ class Sources:
                 f"{hub_id!r} is fetched from the Hugging Face hub only with --allow-sources hf",
                 "lora_path",
             )
-        return fetch_adapter(hub_id)
+        return fetch_adapter(hub_id, self._max_bytes)
 
     def _from_afar(self, uri: str) -> Folder:
         try:
@@ -234,19 +234,21 @@ def is_hub_id(text: str) -> bool:
     return ".." not in text and _ID.fullmatch(text) is not None
 
 
-def fetch_adapter(hub_id: str) -> Folder:
-    """The folder of an adapter, which is downloaded unless the hub's cache has it.
+def fetch_adapter(hub_id: str, max_bytes: int) -> Folder:
+    """The folder of an adapter, which is downloaded unless the hub's cache has it. Its weights may
+    have `max_bytes`.
 
     This is slow, and work for a thread. Raises AdapterNotFound if the hub does not have it,
-    AdapterError if it can't be fetched.
+    AdapterInvalid if a file is too large, AdapterError if it can't be fetched.
     """
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     found = _ID.fullmatch(hub_id)
     assert found is not None, hub_id
     try:
-        folder = snapshot_download(found[1], revision=found[2], allow_patterns=list(ADAPTER_FILES))
+        folder = _snapshot(found[1], found[2], max_bytes)
+    except AdapterInvalid as error:
+        raise AdapterInvalid(f"{hub_id!r}: {error.message}", error.param) from None
     except Exception as error:  # of many kinds, from several libraries
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         if status in (401, 403, 404):
@@ -258,6 +260,29 @@ def fetch_adapter(hub_id: str) -> Folder:
             f"{hub_id!r} can't be fetched from the Hugging Face hub: {_reason(error)}", "lora_path"
         ) from error
     return Folder(str(Path(folder).absolute()))
+
+
+def _snapshot(name: str, revision: str | None, max_bytes: int) -> str:
+    """The path of an adapter in the hub's cache. Its files are downloaded after their sizes are
+    known, from the same commit; without the hub, what the cache has counts. Raises AdapterInvalid
+    for a file that is too large, and what the hub's client raises."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
+
+    fetch = partial(snapshot_download, name, allow_patterns=list(ADAPTER_FILES))
+    try:
+        files = fetch(revision=revision, dry_run=True)
+    except DryRunError as error:
+        try:
+            return str(fetch(revision=revision, local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise error.__cause__ or error from None
+    for file in files:
+        most = MAX_BYTES.get(file.filename, max_bytes)
+        if (file.file_size or 0) > most:
+            message = f"{file.filename} is larger than {most} bytes, which it may have here"
+            raise AdapterInvalid(message, "lora_path")
+    return str(fetch(revision=files[0].commit_hash if files else revision))
 
 
 def _reason(error: Exception) -> str:
