@@ -97,6 +97,8 @@ class LLM:
             self._client, self._registry, tokenizers, Sources(), self._executor
         )
         self._ids = itertools.count()
+        self._tells = False
+        """Whether `on_finished` is being called."""
         try:
             for name, path in (adapters or {}).items():
                 self.load_adapter(name, path)
@@ -124,7 +126,8 @@ class LLM:
         `params`, `adapter` and `tenant` are one value for all prompts, or a sequence with one for
         each. The adapter None is the base; `[WeightedAdapter("sql", 0.7), ...]` is a sum.
         While prompts wait, all tenants get the same service.
-        `on_finished` is called with each output as it ends, and must not call this LLM.
+        `on_finished` is called with each output as it ends, and must not call this LLM: all its
+        methods then raise InvalidRequest.
         Returns outputs in the order of the prompts. Raises InvalidRequest or ModelNotFound for
         bad arguments before anything runs, and AdapterUnavailable if a load fails later.
         """
@@ -158,7 +161,7 @@ class LLM:
         Content stays on the device while any of its names is loaded with `pinned`.
         Raises AdapterError.
         """
-        return self._executor.run(self._publisher.load(name, str(path), replace, pinned))
+        return self._free.run(self._publisher.load(name, str(path), replace, pinned))
 
     def publish_adapter(
         self,
@@ -179,6 +182,7 @@ class LLM:
         Its image stays on the host until it is unloaded or replaced.
         Raises AdapterError.
         """
+        executor = self._free
         publishing = self._publisher.publish(
             name,
             _MEMORY,
@@ -186,25 +190,33 @@ class LLM:
             replace=True,
             pinned=pinned,
         )
-        return self._executor.run(self._executor.to_the_end(publishing))
+        return executor.run(executor.to_the_end(publishing))
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter, and free its memory. Raises AdapterNotFound."""
-        self._executor.run(self._publisher.unload(name))
+        self._free.run(self._publisher.unload(name))
 
     def stats(self) -> EngineStats:
         """Counts and sizes of what the engine holds and has done."""
-        return self._executor.run(self._client.stats())
+        return self._free.run(self._client.stats())
 
     def close(self) -> None:
         """Stop the engine. A second call does nothing."""
-        self._executor.run(self._client.close())
+        self._free.run(self._client.close())
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def _free(self) -> DirectExecutor:
+        """The executor, for what callers ask for. Raises InvalidRequest within `on_finished`."""
+        with self._executor.turn:  # others wait until the call has ended
+            if self._tells:
+                raise InvalidRequest("on_finished must not call this LLM", "on_finished")
+        return self._executor
 
     def _answer(
         self,
@@ -221,7 +233,7 @@ class LLM:
         each_tenant = _each(tenant, _is_text, count, "tenant", "a name")
         what = "a name, None, a sequence of WeightedAdapter"
         choices = _each(adapter, _is_choice, count, "adapter", what)
-        with self._executor.turn, contextlib.ExitStack() as held:
+        with self._free.turn, contextlib.ExitStack() as held:
             pins = [held.enter_context(self._pin(choice)) for choice in choices]
             jobs: list[_Prompting] = []
             for given, its_params, pinned, who in zip(
@@ -276,7 +288,11 @@ class LLM:
                     self._client.abort(event.request_id)
                 if delta.finish_reason is not None:
                     del open_jobs[event.request_id]
-                    on_finished(job.output)
+                    self._tells = True
+                    try:
+                        on_finished(job.output)
+                    finally:
+                        self._tells = False
         return [job.output for job in jobs]
 
 

@@ -294,6 +294,31 @@ def test_on_finished_is_called_once_each(llm: LLM) -> None:
     assert {id(o) for o in done} == {id(o) for o in outputs}
 
 
+def test_on_finished_must_not_call_the_same_llm(llm: LLM) -> None:
+    """Each call is refused before it changes anything, also one that could not end."""
+    calls: list[Callable[[], object]] = [
+        lambda: llm.generate([[1, 4, 9]]),
+        lambda: llm.chat(ask("hello")),
+        lambda: llm.load_adapter("new", ADAPTERS["reverse"]),
+        lambda: llm.publish_adapter("new", {}, {}),
+        lambda: llm.unload_adapter("sort"),
+        llm.stats,
+        llm.close,
+    ]
+    refused: list[InvalidRequest] = []
+
+    def call_all(_: RequestOutput) -> None:
+        for each in calls:
+            with pytest.raises(InvalidRequest, match="on_finished must not call") as caught:
+                each()
+            refused.append(caught.value)
+
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 5)]
+    llm.generate([[1, 4, 9]] * 2, params, ["upper", "sort"], call_all)
+    assert [error.param for error in refused] == ["on_finished"] * 2 * len(calls)
+    assert texts(llm.chat(ask("hello"), GREEDY, "sort")) == ["ehllo"]
+
+
 def test_an_exception_in_the_middle(llm: LLM) -> None:
     """What still runs is aborted, and the engine serves on."""
 
