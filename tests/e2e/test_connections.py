@@ -159,6 +159,27 @@ def test_a_length_stated_in_two_ways_ends_the_connection(world: World) -> None:
         assert got.count(b"HTTP/1.1 ") == 1 and b"connection: close" in got.lower()
 
 
+def test_what_has_not_ended_when_the_server_does_is_told_or_cut(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No error is logged but that there are such requests."""
+    body = BODY[:-1] + b', "stream": true, "max_tokens": 3}'
+    stream = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+    upload = b"PUT /v1/adapters/x HTTP/1.1\r\nhost: x\r\n"
+    with gated(world), served(world, timeout_graceful_shutdown=0) as url:
+        reading, *sending = (connect(url) for _ in range(3))
+        reading.sendall(stream)
+        assert reading.recv(65536).startswith(b"HTTP/1.1 200 ")
+        for client, head in zip(sending, (HEAD, upload), strict=True):
+            client.sendall(head + b"content-length: 9\r\nexpect: 100-continue\r\n\r\n{")
+            assert client.recv(4096).startswith(b"HTTP/1.1 100 ")  # its body is awaited
+    assert all(answer(client, b"").startswith(b"HTTP/1.1 503 ") for client in sending)
+    assert is_closed(reading)
+    assert [line.message for line in caplog.records if line.levelname == "ERROR"] == [
+        "Cancel 3 running task(s), timeout graceful shutdown exceeded"
+    ]
+
+
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_streams_are_framed_as_the_version_of_http_asks(world: World, version: str) -> None:
     body = BODY[:-1] + b', "stream": true, "max_tokens": 3}'

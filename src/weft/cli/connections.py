@@ -28,7 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weft.api.http import WRITE, error_response
 from weft.api.middleware import PROBES
-from weft.core.errors import Overloaded
+from weft.core.errors import EngineDead, Overloaded
 from weft.core.fair_calls import FairCalls
 
 logger = logging.getLogger(__name__)
@@ -238,6 +238,7 @@ class ClientConnection(H11Protocol):
             return
         if self._places.is_spare(self):
             self.app = partial(_answer_probes, self.app)
+        self.app = partial(self._answer, self.app)
         self._limit_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -286,6 +287,20 @@ class ClientConnection(H11Protocol):
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
+
+    async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the application answer a request. One that is cancelled, as the server stops, is
+        answered in its place, or cut if its answer has begun: uvicorn would log an error."""
+        cycle = self.cycle
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if cycle.response_started:
+                cycle.disconnected = True
+                self.transport.abort()
+            else:
+                error = EngineDead("the server has stopped")
+                await error_response(error, scope["path"])(scope, receive, send)
 
     def on_response_complete(self) -> None:
         self._places.wait(self)
