@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +18,14 @@ from hypothesis import strategies as st
 from tiny import HYBRID_ADAPTERS, HYBRID_BASE, answer, ask, tasks
 
 from weft import LLM, SamplingParams
+from weft.core.config import ModelArgs
 from weft.core.errors import ConfigError
 from weft.kernels.delta import CHUNK, delta_chunk, delta_step, reference_gated_delta
 from weft.llm import RequestOutput
 from weft.models.blueprint import model_shard
 from weft.models.config import load_model_config
+from weft.models.linear_attention import check_heads
+from weft.models.loading import load_model
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -127,6 +132,38 @@ def test_more_devices_than_heads_are_refused_by_name(world: tuple[Path, dict[str
     with pytest.raises(ConfigError, match="linear_num_key_heads 2") as caught:
         model_shard(load_model_config(world[0]), 0, 4)
     assert caught.value.param == "tensor_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shared", "field"),
+    [
+        (256, 256, 227, "linear_key_head_dim"),
+        (192, 256, 227, "linear_value_head_dim"),
+        (128, 256, 99, "linear_value_head_dim"),
+        (512, 16, 227, "linear_key_head_dim"),
+        (256, 128, 227, None),
+        (128, 128, 99, None),
+    ],
+)
+def test_heads_that_kernels_on_a_gpu_have_no_room_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch, key: int, value: int, shared: int, field: str | None
+) -> None:
+    """`shared`: the KiB of shared memory that a program may have."""
+    gpu = SimpleNamespace(shared_memory_per_block_optin=shared << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    config = load_model_config(HYBRID_BASE)
+    assert config.linear is not None
+    shape = replace(config.linear, key_dim=key, value_dim=value)
+    check_heads(shape, torch.device("cpu"))
+    if field is None:
+        check_heads(shape, torch.device("cuda"))
+        return
+    config = replace(config, linear=shape)
+    monkeypatch.setattr("weft.models.loading.load_model_config", lambda *_: config)
+    monkeypatch.setattr("weft.models.loading.device_of", lambda *_: torch.device("cuda"))
+    with pytest.raises(ConfigError, match=f"{field} .* too large for kernels") as caught:
+        load_model(ModelArgs(str(HYBRID_BASE)))
+    assert caught.value.param == field
 
 
 @settings(max_examples=20, deadline=None)

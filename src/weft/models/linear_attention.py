@@ -6,15 +6,21 @@ Shapes: T token rows, I hidden size, D dimension of a head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.core.errors import ConfigError
 from weft.core.units import MAX_GUESSES
 from weft.kernels.delta import Columns, DeltaLayer, StateCache
 from weft.kernels.ops import Ops, Product
 from weft.models.family import LinearConfig
 from weft.models.layers import Linear, StepContext
+
+MAX_HEAD = 256
+"""The most columns of a key or a value of which kernels can have a chunk at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,20 @@ class LinearAttention:
         y = self.into(x_TI, step)
         rows, positions_T = step.states, step.positions_T
         return self.out(self.ops.gated_delta(y, self.layer, cache, rows, positions_T), step)
+
+
+def check_heads(shape: LinearConfig, device: torch.device) -> None:
+    """Raises ConfigError for heads that are too large for kernels on a GPU: one program has a
+    head's state in shared memory, in fp32."""
+    if device.type != "cuda":
+        return
+    sizes = {"linear_key_head_dim": shape.key_dim, "linear_value_head_dim": shape.value_dim}
+    blocks = [1 << (size - 1).bit_length() for size in sizes.values()]
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some of them
+    most = max(sizes, key=lambda name: sizes[name])
+    if max(blocks) > MAX_HEAD or 4 * prod(blocks) > gpu.shared_memory_per_block_optin:
+        stated = " and ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(f"{stated}: heads are too large for kernels on this GPU", most)
 
 
 def columns_of(shape: LinearConfig) -> Columns:

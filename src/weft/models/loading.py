@@ -27,6 +27,7 @@ from weft.kernels.quant import VALUES, Format, format_named
 from weft.models import mtp
 from weft.models.blueprint import EMBED, HEAD, model_shard, target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model, share_of
+from weft.models.linear_attention import check_heads
 from weft.models.matrices import LinearMatrices
 from weft.models.quantized.reading import dequantized
 from weft.models.weights import (
@@ -70,8 +71,8 @@ def load_model(
     """Load the share of one of `args.tensor_parallel_size` ranks; see `model_shard`. `mtp_head`:
     also load the multi-token prediction head.
 
-    Raises ConfigError for a device that is not there, a model that is not served or can't be
-    divided, and a context or a head that the model does not have."""
+    Raises ConfigError for a device that is not there or lacks kernels for the model, a model that
+    is not served or can't be divided, and a context or a head that the model does not have."""
     size = args.tensor_parallel_size
     device = device_of(args.device, rank if size > 1 else None)
     config = load_model_config(args.model, args.revision)
@@ -83,6 +84,8 @@ def load_model(
         raise ConfigError(message, "quantization")
     if args.deterministic:
         _check_deterministic(config)
+    if config.linear is not None:
+        check_heads(config.linear, device)
     shard = model_shard(config, rank, size, fully_sharded_loras=fully_sharded_loras)
     dtype = dtype_of(args.dtype, config, device)
     head = _load_mtp_head(args, config, dtype, device, rank) if mtp_head else None
