@@ -241,7 +241,7 @@ FIELDS = [
     ("lora_bias", 1),
     ("modules_to_save", ["lm_head"]),
     ("modules_to_save", ["norm"]),
-    ("modules_to_save", ["score"]),
+    ("modules_to_save", ["mlp"]),
     ("modules_to_save", "lm_head"),
     ("modules_to_save", [""]),
     ("modules_to_save", [1]),
@@ -577,6 +577,16 @@ def test_only_rows_that_differ_are_kept(plain: tuple[dict, Tensors], dtype: torc
     assert torch.equal(rows, tensors[HEAD][[3, 60]].to(dtype))
     tensors[HEAD] = own + 1
     assert pack_on(base, config, tensors).layout.head_rows[1:] == (-1, VOCAB)
+
+
+def test_saved_modules_that_the_base_lacks_are_ignored(plain: tuple[dict, Tensors]):
+    """As PEFT does, unless the file has something for them."""
+    config, tensors = plain
+    image = pack(config, tensors)
+    config["modules_to_save"] = ["classifier", "score"]
+    assert torch.equal(pack(config, tensors).data, image.data)
+    tensors[f"{P}score.weight"] = torch.ones(2, HIDDEN)
+    refused(f"{P}score.weight", config, tensors)
 
 
 def test_rows_of_tied_weights_are_there_once(plain: tuple[dict, Tensors]):

@@ -87,13 +87,15 @@ class PeftConfig:
             refuse("trainable_token_indices", f"names {module} more than once")
         return found[0] if found else None
 
-    def check_saved(self, saved: list[str], known: list[str]) -> None:
+    def check_saved(self, saved: list[str], known: list[str], others: list[str]) -> None:
         """Raises AdapterInvalid unless `saved` holds all that `modules_to_save` asks for and
-        `trainable_token_indices` names modules among those of the base, `known`."""
+        `trainable_token_indices` names modules among those of the base, `known`. `others`: tensors
+        of the base that no adapter changes. PEFT ignores what names no module of the base."""
+        around = {name[:at] for name in (*known, *others) for at in _dots(name)}
         for ending in self.modules_to_save:
             modules = [module for module in known if module.endswith(ending)]
-            if not modules:
-                refuse("modules_to_save", f"the base model has no module {show(ending)}")
+            if not modules and any(module.endswith(ending) for module in around):
+                refuse("modules_to_save", f"{show(ending)} is not served as a whole")
             for module in modules:
                 if module not in saved:
                     refuse("modules_to_save", f"the file holds no weight of {module}")
@@ -141,6 +143,11 @@ def layer_of(module: str) -> int | None:
     """The first number that is a part of the name: 3 for `model.layers.3.mlp.up_proj`."""
     parts = (part for part in module.split(".") if part.isdecimal() and len(part) < 10)
     return next(map(int, parts), None)
+
+
+def _dots(name: str) -> list[int]:
+    """Where the names of the modules end that one of this name is in."""
+    return [at for at, letter in enumerate(name) if letter == "."]
 
 
 def _ends_with(module: str, entry: str) -> bool:

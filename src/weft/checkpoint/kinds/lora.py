@@ -143,7 +143,8 @@ def _sort(adapter: PeftAdapter) -> AdapterParts:
         adapted = [name for name in adapted if name != HEAD]  # PEFT adapts it unasked
     modules = [module for name in adapted for module in gathered.modules_of(name)]
     config.check_modules(modules, [*table.by_name, *(PROJECTIONS if table.has_experts else ())])
-    config.check_saved(found.saved(), [*table.by_name, *table.norms_by_name])
+    others = [vector.name for vector in table.vectors]
+    config.check_saved(found.saved(), [*table.by_name, *table.norms_by_name], others)
     return parts
 
 
