@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -12,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from weft.core.config import EngineArgs, ModelArgs
 from weft.core.errors import AdapterQuarantined, ConfigError, WeftError
@@ -35,7 +33,6 @@ from weft.worker.drafting import more_blocks
 from weft.worker.execute import StepExecutor
 from weft.worker.gathered import GetShares
 from weft.worker.images import ImageStore, default_folder, fingerprint
-from weft.worker.inputs import Array
 from weft.worker.memory import (
     CacheSizes,
     HostMemory,
@@ -54,15 +51,13 @@ from weft.worker.peers import Peers
 from weft.worker.protocol import WorkerFacts
 from weft.worker.reading import AdapterReader, Packer
 from weft.worker.rehearsal import SLOT, Rehearsal, rehearsed_adapter
-from weft.worker.sampler import Sampler
+from weft.worker.sampler import RecentCopies, Sampler
 from weft.worker.selfcheck import TOKENS, Activity, SelfCheck, num_blocks
 from weft.worker.starting import BUILT
 from weft.worker.worker import DeviceWorker
 
 LOST_S = 1.0
 """How long to wait for the news that a rank is gone after an operation of all ranks failed."""
-COPIES = 16
-"""How many copies of host arrays are kept on the device for later steps."""
 MAX_RESIDENT = 4096
 """The number of slots: the most adapters on the device. A slot costs some kilobytes of tables."""
 
@@ -187,7 +182,7 @@ def allocate(args: EngineArgs, stages: Stages, ranks: Ranks, load: LoadModel) ->
     num_rows = args.scheduler.max_num_seqs
     most = model.config.vocab_size + args.lora.max_added_tokens
     with allocating("max_num_seqs"):
-        sampler = Sampler(num_rows, most, model.device, _Copies(model.device).put)
+        sampler = Sampler(num_rows, most, model.device, RecentCopies(model.device).put)
     cache = _cache_sizes(args, model, ranks)
     capacity = cache.num_blocks * args.cache.block_size
     max_model_len = context_length(args.model.max_model_len, capacity, model.config)
@@ -431,27 +426,3 @@ def _end_stage(stages: Stages, name: str, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     stages.end(name)
-
-
-class _Copies:
-    """Copies host arrays, which must not change any more, to the device, and keeps recent copies:
-    successive steps of the same requests share most arrays."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept: OrderedDict[int, tuple[Array, Tensor]] = OrderedDict()
-        """By the array's id, which stays valid as the array is kept too."""
-
-    def put(self, array: Array) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        kept = self._kept.get(id(array))
-        if kept is None:
-            kept = array, tensor.pin_memory().to(self._device, non_blocking=True)
-            self._kept[id(array)] = kept
-            if len(self._kept) > COPIES:
-                self._kept.popitem(last=False)
-        else:
-            self._kept.move_to_end(id(array))
-        return kept[1]

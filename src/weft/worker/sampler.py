@@ -6,6 +6,7 @@ Shapes: see `weft.kernels.sampling`; R rows of the batch.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ from weft.worker.inputs import Array, StepInputs
 
 Put = Callable[[Array], Tensor]
 """Brings a host array to the device."""
+COPIES = 16
+"""How many copies of host arrays are kept on the device for later steps."""
 VocabularyRun = tuple[int, int, int]
 """(first, end, V): consecutive sampled rows whose vocabulary has V tokens."""
 Logprobs = tuple[Tensor, ...]
@@ -177,3 +180,27 @@ def _records(arrays: Sequence[Array], nums: list[int]) -> list[TokenLogprob | No
         )
         for i, n in enumerate(nums)
     ]
+
+
+class RecentCopies:
+    """Copies host arrays, which must not change any more, to the device, and keeps recent copies:
+    successive steps of the same requests share most arrays."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: OrderedDict[int, tuple[Array, Tensor]] = OrderedDict()
+        """By the array's id, which stays valid as the array is kept too."""
+
+    def put(self, array: Array) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        kept = self._kept.get(id(array))
+        if kept is None:
+            kept = array, tensor.pin_memory().to(self._device, non_blocking=True)
+            self._kept[id(array)] = kept
+            if len(self._kept) > COPIES:
+                self._kept.popitem(last=False)
+        else:
+            self._kept.move_to_end(id(array))
+        return kept[1]
