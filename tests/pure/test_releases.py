@@ -108,6 +108,12 @@ def test_a_rollback_takes_back_what_came_last() -> None:
         rolled_back(NAME, again.names[NAME])
 
 
+@pytest.mark.parametrize("canary", [0, 100, -5, 250])
+def test_a_canary_gets_a_part_of_the_requests(canary: float) -> None:
+    with pytest.raises(InvalidRequest, match=f"above 0 and below 100, got {canary}"):
+        released(NAME, published(2).names[NAME], "v1", canary)
+
+
 @given(st.lists(st.tuples(st.integers(1, 4), st.none() | st.floats(0.5, 99)), max_size=12))
 def test_releases_and_rollbacks_are_always_accepted(
     orders: list[tuple[int, float | None]],

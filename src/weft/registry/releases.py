@@ -100,7 +100,7 @@ def _shares(name: str, entry: Name, to: int, canary: float | None) -> tuple[Shar
     if canary is None:
         return (Share(to, 1.0),)
     if not 0 < canary < 100:
-        raise InvalidRequest(f"canary must be between 0 and 100, got {canary:g}", "canary")
+        raise InvalidRequest(f"canary must be above 0 and below 100, got {canary:g}", "canary")
     others = [share for share in entry.route.shares if share.number != to and share.weight > 0]
     if not others:
         raise InvalidRequest(f"no other version of {name!r} answers requests", "canary")
