@@ -64,7 +64,7 @@ def release(
 
 
 def rollback(name: NamedAdapter, registry: Registry) -> None:
-    """Send an adapter's requests back to where they went before the newest version."""
+    """Send an adapter's requests back to where they went before the version released last."""
     from weft.registry.releases import rolled_back
 
     with opened(registry) as shared:
