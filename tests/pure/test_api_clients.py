@@ -258,9 +258,14 @@ def test_templates_of_requests(tmp_path: Path) -> None:
     async def scenario(web: Web) -> None:
         await web.chat(chat_template="{{ messages[0].content }}{{ mood }}!")
         assert prompt_of(world) == "hi!"
-        for template in ("{{ messages[0].content.x.y }}", "{% if %}"):
+        for template, at_fault in (
+            ("{{ messages[0].content.x.y }}", "messages"),
+            ("{% if %}", "chat_template"),
+            ("{{ 'a' | no_filter }}", "chat_template"),
+        ):
             body = {"model": "base", "messages": HI, "chat_template": template}
-            assert (await web.post(CHAT, body)).status_code == 400
+            answer = await web.post(CHAT, body)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == at_fault
 
     run(world, scenario)
     world.check()

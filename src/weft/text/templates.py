@@ -97,7 +97,7 @@ def render(
     if `template` is None.
 
     Arguments of earlier calls may be JSON text: templates get the object that it stands for. Raises
-    InvalidRequest when the template refuses the messages.
+    InvalidRequest when the template refuses the messages, or is malformed.
     """
     try:
         tools = options.get("tools")
@@ -107,6 +107,12 @@ def render(
         text.encode()  # halves of surrogate pairs are no text
         return text
     except Exception as error:  # templates raise whatever they like
+        from jinja2 import TemplateSyntaxError  # imported by now: workers can't open files
+
+        if isinstance(error, TemplateSyntaxError):
+            raise InvalidRequest(
+                f"the chat template is malformed: {error}", "chat_template"
+            ) from error
         raise InvalidRequest(
             f"the chat template refuses these messages: {error}", "messages"
         ) from error
