@@ -15,12 +15,7 @@ from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.ops import Product, Rope
-from weft.kernels.triton_base import (
-    cdiv,
-    has_pending,
-    next_power_of_2,
-    with_pending,
-)
+from weft.kernels.triton_base import cdiv, has_pending, next_power_of_2, with_pending
 
 
 @triton.jit

@@ -44,13 +44,7 @@ from weft.kernels.lora.triton_ranks import RankExchange
 from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
 from weft.kernels.lora.triton_tiles import EXPERT
 from weft.kernels.ops import Pending, Product
-from weft.kernels.triton_base import (
-    INTERPRETED,
-    cdiv,
-    launch_options,
-    processors,
-    starts_early,
-)
+from weft.kernels.triton_base import INTERPRETED, cdiv, launch_options, processors, starts_early
 from weft.kernels.triton_linear import FEW_ROWS
 from weft.kernels.tuned import Blocks
 
