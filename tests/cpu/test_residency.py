@@ -34,6 +34,7 @@ from weft.core.errors import (
     AdapterUnavailable,
     WeftError,
 )
+from weft.core.folders import Folder
 from weft.core.messages import Hold
 from weft.core.stats import AdapterStats, CheckResult
 from weft.core.targets import ImageLayout
@@ -389,6 +390,28 @@ def test_what_is_read_ahead_is_not_read_again_unless_it_changes(
     assert found == ["a", "changed", "it is gone", "a"]
     counts = Counter(path[-1] for path, _ in world.disk.reads)
     assert counts == {"a": 2, "b": 2, "c": 2}, "each is handed out once"
+
+
+def test_only_the_files_that_are_read_say_whether_an_adapter_changed(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the folder can't be listed, as if it had the mode 0711."""
+    monkeypatch.setattr(Folder, "names", lambda _: [])
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        path.mkdir()
+        (path / "adapter_config.json").write_text("{}")
+        (path / "latest").symlink_to("nothing")
+        world.disk.files[str(path)] = image(path.name, 10)
+    world.reader.begin([AdapterSource(str(path)) for path in paths], 1 << 20)
+    world.settle(lambda: all(ahead.done() for ahead in world.reader._ahead.values()))
+    (paths[0] / "train.log").write_text("step 2")
+    (paths[1] / "adapter_model.safetensors").write_text("new")
+    world.disk.files[str(paths[1])] = image("changed", 10)
+    answers = [world.register(str(path), world.disk.files[str(path)]) for path in paths]
+    assert [answer.info and answer.info.digest for answer in answers] == ["a", "changed"]
+    counts = Counter(path[-1] for path, _ in world.disk.reads)
+    assert counts == {"a": 1, "b": 2}
 
 
 def test_known_content_that_is_read_ahead_needs_no_folder_later(

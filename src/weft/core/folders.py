@@ -43,7 +43,7 @@ _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 
 Parts = tuple[str, ...]
 """The names on the way from "/" to a folder or a file."""
-FolderState = tuple[tuple[str | int, ...], ...]
+FolderState = tuple[tuple[int, ...], ...]
 """See `Folder.state`."""
 Result = TypeVar("Result")
 
@@ -228,14 +228,17 @@ class Folder:
         finally:
             os.close(listed)
 
-    def state(self) -> FolderState:
-        """Which files the folder has, and when each was changed: as long as this stays the same,
-        so does their content. Raises OSError."""
-        files = [(name, os.stat(name, dir_fd=self._descriptor)) for name in self.names()]
-        times = [
-            (name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files
-        ]
-        return (self.identity, *times)
+    def state(self, names: Iterable[str]) -> FolderState:
+        """Which of these files the folder has, and when each was changed: as long as this stays the
+        same, so does their content. Raises OSError."""
+        return (self.identity, *map(self._state_of, names))
+
+    def _state_of(self, name: str) -> tuple[int, ...]:
+        try:
+            s = os.stat(name, dir_fd=self._descriptor)
+        except FileNotFoundError:
+            return ()
+        return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
     def close(self) -> None:
         self._trail.close()

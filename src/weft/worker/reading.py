@@ -27,6 +27,7 @@ from weft.checkpoint.trained_on import warning_of_four_bits
 from weft.core.adapters import AdapterSource
 from weft.core.config import LoraArgs
 from weft.core.errors import AdapterUnavailable, WeftError, to_wire
+from weft.core.files import WEIGHT_FILES
 from weft.core.folders import Folder, FolderState, Roots, read_aside
 from weft.core.stats import TierStats
 from weft.kernels.checksum import checksum
@@ -323,7 +324,7 @@ def _state_of(source: AdapterSource) -> FolderState | None:
 
     def state(_: object) -> FolderState:
         with Folder(source.path, Roots([source.root])) as folder:
-            return folder.state()
+            return folder.state(WEIGHT_FILES)
 
     return read_aside(state)
 
