@@ -21,7 +21,6 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 right, so kernels compute them in fp32 there."""
 
 
-@cache
 def cdiv(n: int, d: int) -> int:
     """n / d, rounded up. The host's part of a launch uses this, as Triton's own takes microseconds
     there."""
