@@ -146,7 +146,7 @@ def layer_of(module: str) -> int | None:
 
 
 def _dots(name: str) -> list[int]:
-    """Where the names of the modules end that one of this name is in."""
+    """Where the dots of a name are: before each of them is the name of a module that holds it."""
     return [at for at, letter in enumerate(name) if letter == "."]
 
 
