@@ -125,6 +125,35 @@ def test_links_of_files_may_lead_anywhere_below_the_root(tree: Path) -> None:
             assert content(folder) == found, link
 
 
+def test_the_state_of_files_changes_with_their_content_alone(tree: Path) -> None:
+    bot, other = tree / "root/bot", tree / "root/other" / FILE
+    path, more = bot / FILE, bot / "more"
+    states = list[object]()
+
+    def changed() -> bool:
+        with opened(tree) as folder:
+            states.append(folder.state([FILE, "none"]))
+        return states[-1] not in states[:-1]
+
+    assert changed() and not changed()
+    more.write_text("more")
+    assert not changed()
+    path.write_text("its")
+    assert changed()
+    more.rename(path)
+    assert changed()
+    path.unlink()
+    assert changed()
+    path.symlink_to(other)
+    assert changed()
+    other.write_text("another")
+    assert changed()
+    path.unlink()
+    path.symlink_to(tree / "outside/bot" / FILE)
+    with opened(tree) as folder, pytest.raises(OSError, match="outside"):
+        folder.state([FILE])
+
+
 def test_reading_has_a_deadline(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tree) as folder:
         (tree / "root/bot" / FILE).write_bytes(bytes(1 << 10))

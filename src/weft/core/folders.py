@@ -199,7 +199,7 @@ class Folder:
         Raises AdapterPathRefused (a link that leaves the root), AdapterInvalid (not a regular file,
         too large), AdapterNotFound (it can't be read), AdapterUnavailable (it takes too long).
         """
-        trail = _Trail(Roots([self.root]), tuple(self._trail.names), [*self._trail.descriptors])
+        trail = self._trail_from_here()
         try:
             trail.follow(name, _FILE)
             return _content(trail.descriptors[-1], name, max_bytes, deadline or Deadline())
@@ -230,14 +230,18 @@ class Folder:
 
     def state(self, names: Iterable[str]) -> FolderState:
         """Which of these files the folder has, and when each was changed: as long as this stays the
-        same, so does their content. Raises OSError."""
+        same, so does their content. Raises OSError for a file that can't be opened."""
         return (self.identity, *map(self._state_of, names))
 
     def _state_of(self, name: str) -> tuple[int, ...]:
+        trail = self._trail_from_here()
         try:
-            s = os.stat(name, dir_fd=self._descriptor)
+            trail.follow(name, _FILE)  # NFS may answer from memory unless a file is opened
+            s = os.fstat(trail.descriptors[-1])
         except FileNotFoundError:
             return ()
+        finally:
+            trail.close()
         return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
     def close(self) -> None:
@@ -251,6 +255,10 @@ class Folder:
 
     def __del__(self) -> None:
         self.close()
+
+    def _trail_from_here(self) -> _Trail:
+        """A trail on which links must stay beneath the root."""
+        return _Trail(Roots([self.root]), tuple(self._trail.names), [*self._trail.descriptors])
 
     @property
     def _descriptor(self) -> int:
