@@ -441,6 +441,19 @@ def test_little_memory_is_read_ahead(world: World, tmp_path: Path) -> None:
         assert world.register(str(path), world.disk.files[str(path)]).info is not None
 
 
+def test_what_is_forgotten_is_not_read_ahead(world: World) -> None:
+    """It would hold up what is asked for."""
+    world.register("/a", image("a", 10))
+    ahead = [AdapterSource(f"/{i}", f"/{i}") for i in range(3 * NUM_READERS)]
+    world.disk.files |= {source.path: image(source.path, 10) for source in ahead}
+    world.disk.gate.clear()
+    world.reader.begin(ahead, 1 << 20)
+    world.load("a")
+    world.disk.gate.set()
+    assert world.register("/b", image("b", 10)).info is not None
+    assert len(world.disk.reads) <= 2 + NUM_READERS
+
+
 def test_registrations_end_with_their_own_call_ids(world: World) -> None:
     world.disk.files = {"/a": image("a", 1), "/b": OSError("no"), "/c": image("c", 1)}
     for call_id, path in enumerate(world.disk.files):

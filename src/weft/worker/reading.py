@@ -157,7 +157,9 @@ class AdapterReader:
             self._readers.submit(self._read_ahead, source, max_bytes, ended)
 
     def forget_ahead(self) -> None:
-        """Drop what was read ahead and not asked for."""
+        """Drop what was read ahead and not asked for, and read no more of it."""
+        for ahead in self._ahead.values():
+            ahead.cancel()
         self._ahead.clear()
 
     def pack(self, source: AdapterSource) -> Future[PackedAdapter | WeftError]:
@@ -268,6 +270,8 @@ class AdapterReader:
         self, source: AdapterSource, max_bytes: int, ended: Future[_ReadAhead | None]
     ) -> None:
         """Read an adapter, and wait until it is packed, so that few are under way."""
+        if not ended.set_running_or_notify_cancel():  # it was forgotten
+            return
         if self._bytes_ahead >= max_bytes:
             ended.set_result(None)
             return
