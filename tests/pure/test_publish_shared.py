@@ -131,3 +131,12 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("push", folder, "acme/again", *to)
     os.truncate(blob / WEIGHTS_FILE, 10)
     assert "damaged" in run("registry", "verify", *to, status=1)
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_commands_that_only_look_make_no_registry(tmp_path: Path, scheme: str) -> None:
+    place = tmp_path / "nowhere"
+    for command in (("registry", "ls"), ("history", "acme/sql"), ("tenants", "list")):
+        told = run(*command, "--registry", f"{scheme}{place}", status=1)
+        assert "there is no such folder" in " ".join(told.split())
+        assert not place.exists()

@@ -169,7 +169,8 @@ def opened(uri: str, *, make: bool = False) -> Iterator[SharedRegistry]:
     from weft.registry.stores import open_store
 
     with ending_in_one_line():
-        if not make and "://" not in uri and not Path(uri).is_dir():
+        folder = uri.removeprefix("file://")
+        if not make and "://" not in folder and not Path(folder).is_dir():
             raise ConfigError(f"--registry {uri}: there is no such folder", "registry")
         with SharedRegistry(open_store(uri)) as shared:
             yield shared
