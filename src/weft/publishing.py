@@ -56,6 +56,10 @@ def publish(
         raise ConfigError(message, "registry")
     if not isinstance(cast(object, metadata), Mapping | None):
         raise InvalidRequest(f"metadata must be a mapping, got {metadata!r:.100}", "metadata")
+    for part in (part for item in (metadata or {}).items() for part in item):
+        if not isinstance(cast(object, part), str):
+            message = f"metadata must hold texts by name, got {part!r:.100}"
+            raise InvalidRequest(message, "metadata")
     if isinstance(adapter, Mapping):
         files, source = files_of_tensors(config, adapter), ""
     else:

@@ -81,6 +81,8 @@ def test_arguments_of_other_types_are_refused_by_name(
         (None, "a", None, "registry"),
         ("registry", 3, None, "lora_name"),
         ("registry", "a", [1], "metadata"),
+        ("registry", "a", {"step": 400}, "metadata"),
+        ("registry", "a", {400: "step"}, "metadata"),
     ):
         with pytest.raises((ConfigError, InvalidRequest)) as error:
             weft.publish(registry, name, folder, metadata=metadata)
