@@ -40,6 +40,10 @@ def options() -> Options:
         ),
         ("lorax-launcher --model-id m --port 80", "m --port 80"),
         ("vllm serve m --model m --port 80", "m --port 80"),
+        ("sudo vllm serve m --port 1", "m --port 1"),
+        ("sudo -E docker run -p 80:80 vllm/vllm-openai --model m", "m"),
+        ("HF_TOKEN=x uv run vllm serve m", "m"),
+        ("env A=b nohup /opt/vllm/bin/python3.12 -m sglang.launch_server --model-path m", "m"),
         (
             "vllm serve m --served-model-name x y --api-key k l --port 1",
             "m --served-model-name x --served-model-name y --api-key k --api-key l --port 1",

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import dropwhile
 from pathlib import Path
 from typing import Annotated
 
@@ -238,8 +239,7 @@ def translated(command: str, options: Options) -> Translation:
 def _after_the_program(words: list[str]) -> list[str]:
     """The arguments: what follows `vllm serve`, `-m MODULE` or the program's name. Raises
     ConfigError for another program."""
-    while words and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", words[0]):
-        words = words[1:]  # variables of the environment
+    words = _from_the_program(words)
     if words and Path(words[0]).name in CONTAINERS:
         words = _after_the_image(words)
     if not any(server in word for word in words[:4] for server in SERVERS):
@@ -247,6 +247,17 @@ def _after_the_program(words: list[str]) -> list[str]:
     if "-m" in words[:3]:
         return words[words.index("-m") + 2 :]
     return words[2:] if words[1:2] == ["serve"] else words[1:]
+
+
+def _from_the_program(words: list[str]) -> list[str]:
+    """What begins with a program that may start a server. Before it are variables of the
+    environment and programs such as `sudo` or `uv run`."""
+    programs = "|".join((r"python[\d.]*", *CONTAINERS, rf".*({'|'.join(SERVERS)}).*"))
+    words = list(dropwhile(re.compile(r"[A-Za-z_]\w*=").match, words))
+    for at, word in enumerate(words[:4]):
+        if "=" not in word and re.fullmatch(programs, Path(word).name):
+            return words[at:]
+    return words
 
 
 def _after_the_image(words: list[str]) -> list[str]:
