@@ -28,11 +28,20 @@ if TYPE_CHECKING:
 
 HTTP = "HTTP server"
 FLEET = "Fleet"
-FLEET_ONLY = (
-    *("fleet", "fleet_key", "node_name", "node_label", "consolidate", "scale_webhook"),
-    *("no_engine", "no_api"),
-)
-"""The flags that need --fleet."""
+NEEDED = {
+    "fleet": "fleet_key",
+    "fleet_key": "fleet",
+    "fleet_listen": "fleet",
+    "node_name": "fleet",
+    "node_label": "fleet",
+    "consolidate": "fleet",
+    "scale_webhook": "fleet",
+    "no_engine": "fleet",
+    "no_api": "fleet",
+    "metrics_host": "metrics_port",
+    "registry_boot": "registry",
+}
+"""The flags that have no effect without another one, and that one."""
 
 _HELP = {
     "--host": "The address to listen on. 0.0.0.0: all addresses.",
@@ -206,6 +215,15 @@ class ServeFlags:
     no_api: Annotated[bool, _flag("--no-api", panel=FLEET)] = False
     enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True)] = False
 
+    def check_needed(self) -> None:
+        """Raise ConfigError for a flag that has no effect, because another one is not given."""
+        for field in fields(self):
+            needed = NEEDED.get(field.name)
+            given = getattr(self, field.name) not in (field.default, [])
+            if needed is not None and given and getattr(self, needed) is None:
+                flag, missing = (f"--{name.replace('_', '-')}" for name in (field.name, needed))
+                raise ConfigError(f"{flag} needs {missing} too", needed)
+
     def kv_events(self) -> KvEventsArgs | None:
         """Where to publish which prefixes are cached. Raises ConfigError."""
         return None if self.kv_events_config is None else parse_kv_events(self.kv_events_config)
@@ -241,11 +259,6 @@ class ServeFlags:
     def fleet_args(self) -> FleetArgs | None:
         """The server's part in a fleet; None if it is alone. Raises ConfigError."""
         if self.fleet is None or self.fleet_key is None:
-            for name in FLEET_ONLY:
-                if getattr(self, name):
-                    needed = "fleet_key" if name == "fleet" else "fleet"
-                    flag, missing = (f"--{each.replace('_', '-')}" for each in (name, needed))
-                    raise ConfigError(f"{flag} needs {missing} too", needed)
             return None
         from weft.fleet.start import FleetArgs  # it needs ZeroMQ's authentication
 

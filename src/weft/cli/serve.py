@@ -85,6 +85,7 @@ def run(engine: EngineArgs, flags: ServeFlags, begun_s: float) -> None:
     """Serve until SIGTERM or SIGINT, which are a normal end. `begun_s`: when the command began.
     Raises WeftError when that can't start."""
     leave_out_torch()  # the engine's process has it
+    flags.check_needed()
     engine = replace(engine, kv_events=flags.kv_events())
     api = _api_settings(engine, flags)
     modules = flags.modules(api.served_model_names)
