@@ -25,7 +25,7 @@ from typer.core import TyperGroup, TyperOption
 from typer.main import get_command
 
 from weft.cli import demo, engines
-from weft.cli.args import ServeFlags, parse_lora_modules, spread_lora_modules
+from weft.cli.args import ServeFlags, parse_lora_modules, spread_values
 from weft.cli.main import app
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
 from weft.core.errors import ConfigError, Unauthorized
@@ -104,10 +104,24 @@ def test_sizes() -> None:
 
 def test_several_modules_may_follow_one_flag() -> None:
     flag = "--lora-modules"
-    spread = spread_lora_modules([flag, "a=x", "b=y", "base", "c=z", "--port", "1", flag, "d=w"])
+    spread = spread_values([flag, "a=x", "b=y", "base", "c=z", "--port", "1", flag, "d=w"])
     assert spread == [flag, "a=x", flag, "b=y", "base", "c=z", "--port", "1", flag, "d=w"]
-    assert spread_lora_modules([flag]) == [flag]
-    assert spread_lora_modules([flag, "[{}]", '{"a": 1}']) == [flag, "[{}]", flag, '{"a": 1}']
+    assert spread_values([flag]) == [flag]
+    assert spread_values([flag, "[{}]", '{"a": 1}']) == [flag, "[{}]", flag, '{"a": 1}']
+
+
+def test_several_names_may_follow_one_flag_behind_the_base() -> None:
+    flag = "--served-model-name"
+    assert spread_values(["m", flag, "a", "b", "--port", "1"]) == [
+        *("m", flag, "a", flag, "b"),
+        *("--port", "1"),
+    ]
+    assert spread_values(["m", flag, "a", "--lora-modules", "x=y", "z=w"]) == [
+        *("m", flag, "a"),
+        *("--lora-modules", "x=y", "--lora-modules", "z=w"),
+    ]
+    for unchanged in ([flag, "a", "m"], ["m", f"{flag}=a", "b"], ["m", flag, "a", flag, "b"], []):
+        assert spread_values(unchanged) == unchanged
 
 
 def test_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

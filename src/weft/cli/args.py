@@ -46,7 +46,8 @@ NEEDED = {
 _HELP = {
     "--host": "The address to listen on. 0.0.0.0: all addresses.",
     "--port": "The port to listen on. 0: any free one.",
-    "--served-model-name": "The base model's name in requests. Repeatable. Default: BASE as given.",
+    "--served-model-name": "The base model's names in requests. Repeatable; several may follow one"
+    " flag if BASE comes before it. Default: BASE as given.",
     "--api-key": "Serve only requests that have this key as their bearer token. NAME=KEY also"
     " names the key's tenant; write =KEY if a key without a name contains a =. Repeatable. Others"
     " can see a command line, so prefer WEFT_API_KEY=KEY,KEY in the environment.",
@@ -136,7 +137,7 @@ class ServeFlags:
 
     host: Annotated[str, _flag("--host")] = "127.0.0.1"
     port: Annotated[int, _flag("--port", "PORT", min=0, max=65535)] = 8000
-    served_model_name: Annotated[list[str] | None, _flag("--served-model-name", "NAME")] = None
+    served_model_name: Annotated[list[str] | None, _flag("--served-model-name", "NAME...")] = None
     api_key: Annotated[list[str] | None, _flag("--api-key", "KEY")] = None
     tenants: Annotated[Path | None, _flag("--tenants", "FILE")] = None
     ui: Annotated[bool | None, _flag("--ui/--no-ui")] = None
@@ -394,15 +395,21 @@ def _from_json(text: str) -> list[tuple[str, str]]:
         ) from None
 
 
-def spread_lora_modules(args: list[str]) -> list[str]:
-    """Let several modules follow one flag: `--lora-modules a=x b=y` as two flags."""
+def spread_values(args: list[str]) -> list[str]:
+    """Let several values follow one flag: `--lora-modules a=x b=y` as two flags, and likewise
+    `--served-model-name`, if the base comes before all flags."""
+    modules, names = "--lora-modules", "--served-model-name"
+    base_is_first = not "".join(args[:1]).startswith("-")
     spread: list[str] = []
-    inside = False
+    flag = ""
     for arg in args:
-        if inside and _is_module(arg) and spread[-1] != "--lora-modules":
-            spread += ["--lora-modules", arg]
+        is_first = bool(flag) and spread[-1] == flag
+        is_more = _is_module(arg) if flag == modules else base_is_first and not arg.startswith("-")
+        if flag and is_more and not is_first:
+            spread += [flag, arg]
             continue
-        inside = arg == "--lora-modules" or (inside and spread[-1] == "--lora-modules")
+        if not is_first:
+            flag = arg if arg in (modules, names) else ""
         spread.append(arg)
     return spread
 

@@ -14,7 +14,7 @@ import typer
 from weft import __version__
 from weft.bench.cli.commands import bench
 from weft.bench.cli.kernels import tune
-from weft.cli.args import ServeFlags, spread_lora_modules
+from weft.cli.args import ServeFlags, spread_values
 from weft.cli.chat import chat
 from weft.cli.cluster import cluster
 from weft.cli.compile import compile_kernels, use_kernels
@@ -73,15 +73,15 @@ def weft(
 
 
 class _ServeCommand(Command):
-    """Takes several adapters after one --lora-modules, as vLLM does, and says what takes the place
-    of flags that are not there."""
+    """Takes several adapters or names after one flag, as vLLM does, and says what takes the
+    place of flags that are not there."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
         for name in (arg.partition("=")[0] for arg in args if arg.startswith("-")):
             if name not in own and (instead := instead_of(name, own)):
                 raise typer.BadParameter(f"there is no {name}: {instead}", ctx)
-        return super().parse_args(ctx, spread_lora_modules(args))
+        return super().parse_args(ctx, spread_values(args))
 
 
 @app.command(cls=_ServeCommand, rich_help_panel=SERVE)
