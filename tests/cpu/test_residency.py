@@ -379,7 +379,7 @@ def test_what_is_read_ahead_is_not_read_again_unless_it_changes(
         path.mkdir()
         (path / "adapter_config.json").write_text("{}")
         world.disk.files[str(path)] = image(path.name, 10)
-    world.reader.begin([AdapterSource(str(path)) for path in paths], 1 << 20)
+    world.reader.read_ahead([AdapterSource(str(path)) for path in paths], 1 << 20)
     world.settle(lambda: all(ahead.done() for ahead in world.reader._ahead.values()))
     (paths[1] / "adapter_config.json").write_text("{ }")
     world.disk.files[str(paths[1])] = image("changed", 10)
@@ -403,7 +403,7 @@ def test_only_the_files_that_are_read_say_whether_an_adapter_changed(
         (path / "adapter_config.json").write_text("{}")
         (path / "latest").symlink_to("nothing")
         world.disk.files[str(path)] = image(path.name, 10)
-    world.reader.begin([AdapterSource(str(path)) for path in paths], 1 << 20)
+    world.reader.read_ahead([AdapterSource(str(path)) for path in paths], 1 << 20)
     world.settle(lambda: all(ahead.done() for ahead in world.reader._ahead.values()))
     (paths[0] / "train.log").write_text("step 2")
     (paths[1] / "adapter_model.safetensors").write_text("new")
@@ -420,7 +420,7 @@ def test_known_content_that_is_read_ahead_needs_no_folder_later(
     known = imaged.register("/a", image("a", 10)).info
     assert known is not None
     imaged.catalog.forget("a")
-    imaged.reader.begin([AdapterSource("/a", "a"), AdapterSource("/b", "b")], 1 << 20)
+    imaged.reader.read_ahead([AdapterSource("/a", "a"), AdapterSource("/b", "b")], 1 << 20)
     imaged.settle(lambda: all(ahead.done() for ahead in imaged.reader._ahead.values()))
     shutil.rmtree(tmp_path / "cache")
     answer = imaged.register("/a", RuntimeError("it was read again"), before=known)
@@ -434,7 +434,7 @@ def test_little_memory_is_read_ahead(world: World, tmp_path: Path) -> None:
         path.mkdir()
         world.disk.files[str(path)] = image(path.name, 10)
     each = image("00", 10).num_bytes
-    world.reader.begin([AdapterSource(str(path)) for path in paths], 3 * each)
+    world.reader.read_ahead([AdapterSource(str(path)) for path in paths], 3 * each)
     world.settle(lambda: all(ahead.done() for ahead in world.reader._ahead.values()))
     assert 3 <= len(world.disk.reads) < 3 + NUM_READERS
     for path in paths[:5]:
@@ -447,7 +447,7 @@ def test_what_is_forgotten_is_not_read_ahead(world: World) -> None:
     ahead = [AdapterSource(f"/{i}", f"/{i}") for i in range(3 * NUM_READERS)]
     world.disk.files |= {source.path: image(source.path, 10) for source in ahead}
     world.disk.gate.clear()
-    world.reader.begin(ahead, 1 << 20)
+    world.reader.read_ahead(ahead, 1 << 20)
     world.load("a")
     world.disk.gate.set()
     assert world.register("/b", image("b", 10)).info is not None

@@ -396,10 +396,11 @@ def _from_json(text: str) -> list[tuple[str, str]]:
 
 
 def spread_values(args: list[str]) -> list[str]:
-    """Let several values follow one flag: `--lora-modules a=x b=y` as two flags, and likewise
-    `--served-model-name`, if the base comes before all flags."""
+    """The arguments, with a flag before each of several values: `--lora-modules a=x b=y` becomes
+    `--lora-modules a=x --lora-modules b=y`, and so does `--served-model-name a b`, if the base
+    comes before all flags. Otherwise, the base may be the word behind the name."""
     modules, names = "--lora-modules", "--served-model-name"
-    base_is_first = not "".join(args[:1]).startswith("-")
+    base_is_first = bool(args) and not args[0].startswith("-")
     spread: list[str] = []
     flag = ""
     for arg in args:

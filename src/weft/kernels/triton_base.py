@@ -21,17 +21,6 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 right, so kernels compute them in fp32 there."""
 
 
-def cdiv(n: int, d: int) -> int:
-    """n / d, rounded up. The host's part of a launch uses this, as Triton's own takes microseconds
-    there."""
-    return -(-n // d)
-
-
-def next_power_of_2(n: int) -> int:
-    """The least power of two that is not less than n (n >= 1); see `cdiv`."""
-    return 1 << (n - 1).bit_length()
-
-
 @cache
 def starts_early(device: torch.device) -> bool:
     """Whether a kernel may start before the one ahead of it has ended."""

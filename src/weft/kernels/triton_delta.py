@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.core.numbers import cdiv
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows
 from weft.kernels.ops import Product
-from weft.kernels.triton_base import cdiv, has_pending, launch_options, starts_early, with_pending
+from weft.kernels.triton_base import has_pending, launch_options, starts_early, with_pending
 from weft.kernels.triton_delta_chunks import block_of, run_chunks, sizes_of
 from weft.kernels.triton_delta_short import gated_norm, keep_inputs, silu
 from weft.kernels.triton_delta_solve import decay

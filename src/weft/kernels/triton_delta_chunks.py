@@ -25,18 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.core.numbers import cdiv, next_power_of_2
 from weft.core.units import SHORT
 from weft.kernels.delta import CHUNK, DeltaLayer, StateCache, StateWork
 from weft.kernels.ops import Product
-from weft.kernels.triton_base import (
-    INTERPRETED,
-    cdiv,
-    dot,
-    launch_options,
-    next_power_of_2,
-    starts_early,
-    with_pending,
-)
+from weft.kernels.triton_base import INTERPRETED, dot, launch_options, starts_early, with_pending
 from weft.kernels.triton_delta_short import gated_norm, keep_inputs, short_runs, silu
 from weft.kernels.triton_delta_solve import solve
 

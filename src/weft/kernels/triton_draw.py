@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.triton_base import cdiv
+from weft.core.numbers import cdiv
 
 CHUNK = 2048
 """Logits that one program looks at."""

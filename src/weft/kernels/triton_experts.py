@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.core.numbers import next_power_of_2
 from weft.core.units import EXPERT_UNIT
 from weft.kernels.ops import Activation, ClampedSwiglu, ExpertChoice, ExpertWeights, Product
 from weft.kernels.triton_base import (
@@ -27,7 +28,6 @@ from weft.kernels.triton_base import (
     has_pending,
     launch_options,
     meeting_place,
-    next_power_of_2,
     starts_early,
     with_pending,
 )

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.ops import Product, Rope
-from weft.kernels.triton_base import cdiv, has_pending, next_power_of_2, with_pending
+from weft.kernels.triton_base import has_pending, with_pending
 
 
 @triton.jit

@@ -25,16 +25,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels import tuned
 from weft.kernels.triton_base import (
     INTERPRETED,
     TURNS,
     ask_for,
-    cdiv,
     dot,
     launch_options,
     meeting_place,
-    next_power_of_2,
     processors,
     starts_early,
 )

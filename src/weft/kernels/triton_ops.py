@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.core.errors import ConfigError
+from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels import triton_experts
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.attention.paged import PagedAttention
@@ -32,10 +33,8 @@ from weft.kernels.ops import (
 )
 from weft.kernels.triton_base import (
     INTERPRETED,
-    cdiv,
     has_pending,
     launch_options,
-    next_power_of_2,
     starts_early,
     with_pending,
 )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import ConfigError
+from weft.core.numbers import next_power_of_2
 from weft.core.units import MAX_GUESSES
 from weft.kernels.delta import Columns, DeltaLayer, StateCache
 from weft.kernels.ops import Ops, Product
@@ -46,7 +47,7 @@ def check_heads(shape: LinearConfig, device: torch.device) -> None:
     if device.type != "cuda":
         return
     sizes = {"linear_key_head_dim": shape.key_dim, "linear_value_head_dim": shape.value_dim}
-    blocks = [1 << (size - 1).bit_length() for size in sizes.values()]
+    blocks = [next_power_of_2(size) for size in sizes.values()]
     gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some of them
     most = max(sizes, key=lambda name: sizes[name])
     if max(blocks) > MAX_HEAD or 4 * prod(blocks) > gpu.shared_memory_per_block_optin:

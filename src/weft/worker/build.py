@@ -118,7 +118,7 @@ def _build_alone(args: EngineArgs, stages: Stages) -> DeviceWorker:
     reader = _make_reader(args, parts)
 
     def read_ahead() -> None:
-        reader.begin(args.first_adapters, host_bytes(args.lora.adapter_host_memory))
+        reader.read_ahead(args.first_adapters, host_bytes(args.lora.adapter_host_memory))
 
     try:
         # Not before compilers have run: they are forked, and would keep locks of other threads.

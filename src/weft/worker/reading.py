@@ -129,7 +129,9 @@ class _ReadAhead:
 
 
 class AdapterReader:
-    """Reads adapters from folders and image files. Without `images`, there are no image files."""
+    """Reads adapters from folders and image files, and packs them. Without `images`, there are no
+    image files. Its methods are for any thread, but for `read_ahead`, `forget_ahead` and `pack`,
+    which are for one at a time."""
 
     def __init__(
         self,
@@ -148,13 +150,13 @@ class AdapterReader:
         self._bytes_ahead, self._lock = 0, Lock()
         """The bytes of all images that were read ahead."""
 
-    def begin(self, sources: Iterable[AdapterSource], max_bytes: int) -> None:
+    def read_ahead(self, sources: Iterable[AdapterSource], max_bytes: int) -> None:
         """Read adapters that `pack` will soon be asked for, until their images take `max_bytes` or
         a little more."""
         for source in dict.fromkeys(sources):
             ended: Future[_ReadAhead | None] = Future()
             self._ahead[source] = ended
-            self._readers.submit(self._read_ahead, source, max_bytes, ended)
+            self._readers.submit(self._read_early, source, max_bytes, ended)
 
     def forget_ahead(self) -> None:
         """Drop what was read ahead and not asked for, and read no more of it."""
@@ -219,6 +221,7 @@ class AdapterReader:
 
     @contextlib.contextmanager
     def timed(self, stage: str, notes: LoadNotes) -> Iterator[None]:
+        """A context whose seconds are noted as those of a stage."""
         begin = self._clock()
         yield
         notes.stage_s[stage] = notes.stage_s.get(stage, 0.0) + self._clock() - begin
@@ -266,7 +269,7 @@ class AdapterReader:
         ended.set_result(PackedAdapter(image, notes.stage_s))
         self.save([image])
 
-    def _read_ahead(
+    def _read_early(
         self, source: AdapterSource, max_bytes: int, ended: Future[_ReadAhead | None]
     ) -> None:
         """Read an adapter, and wait until it is packed, so that few are under way."""
@@ -341,6 +344,7 @@ def _refused(source: AdapterSource, error: Exception) -> WeftError:
 
 
 def typed(error: Exception) -> WeftError:
+    """The error of a load as clients may get it: with a type, and without paths."""
     if isinstance(error, WeftError):
         return error
     if isinstance(error, OSError) and error.strerror:  # its text has the path

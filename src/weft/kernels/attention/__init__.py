@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from weft.core.numbers import next_power_of_2
+
 Ints = NDArray[np.int32]
 T = TypeVar("T")
 
@@ -106,7 +108,7 @@ PREFILL_ROWS = 64
 
 def tile_rows(num_groups: int) -> int:
     """How many rows a tile has, with `num_groups` query heads of each token."""
-    return max(PREFILL_ROWS, 1 << (num_groups - 1).bit_length())
+    return max(PREFILL_ROWS, next_power_of_2(num_groups))
 
 
 def row_work(

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from weft.core.numbers import next_power_of_2
 from weft.kernels.attention import AttentionBatch, KVCache, RowWork, row_work, tile_rows
 from weft.kernels.attention.paged_kernels import combine_parts, decode_rows, prefill_tiles
 from weft.kernels.attention.rounds import (
@@ -32,13 +33,7 @@ from weft.kernels.attention.rounds import (
     many_decodes,
     rows_at_once,
 )
-from weft.kernels.triton_base import (
-    launch_options,
-    meeting_place,
-    next_power_of_2,
-    processors,
-    starts_early,
-)
+from weft.kernels.triton_base import launch_options, meeting_place, processors, starts_early
 
 MAX_PARTS = 16
 """The most parts that a decode's context is cut into."""

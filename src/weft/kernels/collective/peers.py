@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.core.errors import ConfigError
+from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.triton_sums import gather_pieces, sum_rows
-from weft.kernels.triton_base import cdiv, launch_options, next_power_of_2, processors, starts_early
+from weft.kernels.triton_base import launch_options, processors, starts_early
 
 INBOX_BYTES = 64 << 20
 """The most bytes of a rank's inbox. Sums with more rows than fit into it take several launches."""

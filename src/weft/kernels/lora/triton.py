@@ -33,6 +33,7 @@ from torch import Tensor
 
 from weft.core.config import MAX_RANK
 from weft.core.errors import ConfigError
+from weft.core.numbers import cdiv
 from weft.core.targets import Group
 from weft.kernels import tuned
 from weft.kernels.collective.peers import PeerRanks
@@ -44,7 +45,7 @@ from weft.kernels.lora.triton_ranks import RankExchange
 from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
 from weft.kernels.lora.triton_tiles import EXPERT
 from weft.kernels.ops import Pending, Product
-from weft.kernels.triton_base import INTERPRETED, cdiv, launch_options, processors, starts_early
+from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
 from weft.kernels.triton_linear import FEW_ROWS
 from weft.kernels.tuned import Blocks
 

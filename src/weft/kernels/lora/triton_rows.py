@@ -18,10 +18,10 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from weft.core.numbers import cdiv
 from weft.kernels.lora.base import LoraBatch, Segment
 from weft.kernels.lora.triton_tiles import EXPERT, TILE_ROWS
 from weft.kernels.staging import Staging
-from weft.kernels.triton_base import cdiv
 
 _EXPERT = tl.constexpr(EXPERT)
 

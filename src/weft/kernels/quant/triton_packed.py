@@ -18,17 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels.quant import gluon_packed, gluon_packed_many
 from weft.kernels.quant.packed import COLUMNS, PackedMatrix, step_of
 from weft.kernels.quant.triton_values import constants_of, expand, values_of, words_before
 from weft.kernels.triton_base import (
     TURNS,
     ask_for,
-    cdiv,
     dot,
     launch_options,
     meeting_place,
-    next_power_of_2,
     processors,
     starts_early,
 )
