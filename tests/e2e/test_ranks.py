@@ -8,6 +8,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -105,6 +106,36 @@ def test_a_model_outlives_the_thread_that_made_it(make_llm: MakeLLM) -> None:
     assert len(llm.generate([1, 2, 3], params)[0].token_ids) == 4
     start = llm._client.engine._worker._others._starting
     assert start.is_over and not start.hangs(math.inf), "it ends when the start's time is over"
+
+
+def test_images_go_past_the_orders_that_steps_wait_behind(make_llm: MakeLLM) -> None:
+    """Orders to the other rank stay small when an adapter is registered and loaded, and the files
+    by which it gets its part of the image are closed."""
+    llm = make_llm(adapters={}, **TWO)
+    others = llm._client.engine._worker._others
+    sizes: list[int] = []
+    write = others._ring.write
+
+    def noted(order: bytes) -> None:
+        sizes.append(len(order))
+        write(order)
+
+    others._ring.write = noted
+    llm.load_adapter("upper", ADAPTERS["upper"])
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    assert len(llm.generate([1, 2, 3], params, adapter="upper")[0].token_ids) == 2
+    assert sizes
+    assert max(sizes) < (Path(ADAPTERS["upper"]) / "adapter_model.safetensors").stat().st_size / 4
+
+    def open_parcels(pid: int) -> list[str]:
+        found: list[str] = []
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # another thread has just closed it
+                found.append(str(link.readlink()))
+        return [file for file in found if "weft-parcel" in file]
+
+    for pid in (os.getpid(), others._peers[0].process.pid):
+        until(lambda pid=pid: not open_parcels(pid), "a parcel is left open")
 
 
 @pytest.fixture(scope="class")

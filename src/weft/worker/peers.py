@@ -22,10 +22,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from weft.schedule.extents import Move
 from weft.schedule.plan import StepResult
 from weft.worker.inputs import StepInputs
 from weft.worker.memory import host_bytes, shared_file
+from weft.worker.parcels import content_of, fill, parcels
 from weft.worker.protocol import Flight, ProbeResult
 from weft.worker.records import (
     ClearOrder,
@@ -229,23 +231,29 @@ class Peers:
 
     def write(self, start: int, image: AdapterImage, offset: int | None) -> list[Future[int]]:
         """See `OtherRanks.write`."""
-        num = image.layout.num_elements
-        where = DataPlace(offset)
-        return self._ask(lambda call: WriteOrder(call, start, num, where), _parcel(image, where))
+        num, where = image.layout.num_elements, DataPlace(offset)
+        with self._parts(image, where) as files:
+            return self._ask(lambda call: WriteOrder(call, start, num, where), files)
 
     def probe(
         self, image: AdapterImage, offset: int | None, *, paced: bool
     ) -> list[Future[ProbeResult | WeftError]]:
         """Check the other ranks' parts of an image; see `write`."""
-        bare, where = replace(image, data=image.data[:0]), DataPlace(offset)
-        return self._ask(lambda call: ProbeOrder(call, bare, where, paced), _parcel(image, where))
+        # Not a view of the data, with which all of them would be sent.
+        bare, where = replace(image, data=image.data.new_empty(0)), DataPlace(offset)
+        with self._parts(image, where) as files:
+            return self._ask(lambda call: ProbeOrder(call, bare, where, paced), files)
 
     def shares(self, kind: str, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The other ranks' parts of a weight."""
+        """The other ranks' parts of a weight. Raises AdapterUnavailable."""
         found: list[torch.Tensor] = []
-        for done in self._ask(lambda call: ShareOrder(call, kind, name)):
-            content, shape = done.result()
-            found.append(torch.frombuffer(bytearray(content), dtype=dtype).view(shape))
+        with parcels(len(self._peers)) as files:
+            asked = self._ask(lambda call: ShareOrder(call, kind, name), files)
+            for done, file in zip(asked, files, strict=True):
+                shape = done.result()
+                if isinstance(shape, WeftError):
+                    raise shape
+                found.append(content_of(file, dtype).view(shape))
         return found
 
     def stuck_s(self) -> dict[str, float]:
@@ -287,21 +295,28 @@ class Peers:
     def _send(self, order: Order) -> None:
         self._ring.write(packed(order))
 
-    def _ask(
-        self, order: Callable[[int], Order], parcel: Callable[[int], memoryview] | None = None
-    ) -> list[Future[Any]]:
-        """Give an order with a call id, and each rank its parcel. Returns their answers."""
+    @contextlib.contextmanager
+    def _parts(self, image: AdapterImage, where: DataPlace) -> Iterator[list[int]]:
+        """A context with a file for each other rank, which has its part of the image; without any
+        if the ranks read it from the host's memory."""
+        with parcels(len(self._peers) if where.offset is None else 0) as files:
+            for peer, file in zip(self._peers, files, strict=False):
+                fill(file, image.data_of(peer.rank))
+            yield files
+
+    def _ask(self, order: Callable[[int], Order], files: Sequence[int] = ()) -> list[Future[Any]]:
+        """Give an order with a call id, and each rank its file as a parcel. Returns their
+        answers."""
         call = next(self._calls)
         futures: list[Future[Any]] = [Future() for _ in self._peers]
         with self._lock:
             self.check()
             for peer, future in zip(self._peers, futures, strict=True):
                 self._waiting[call, peer.rank] = future
-        if parcel is not None:
-            for peer in self._peers:
-                with peer.sending:
-                    peer.connection.send_bytes(call.to_bytes(8, "little"))
-                    peer.connection.send_bytes(parcel(peer.rank))
+        for peer, file in zip(self._peers, files, strict=False):
+            with peer.sending:
+                peer.connection.send_bytes(call.to_bytes(8, "little"))
+                send_handle(peer.connection, file, peer.process.pid)
         self._send(order(call))
         return futures
 
@@ -403,10 +418,3 @@ class _Joined:
         result = self._own.result()
         self._check()
         return result
-
-
-def _parcel(image: AdapterImage, where: DataPlace) -> Callable[[int], memoryview] | None:
-    """Returns a rank's part of an image; None if the ranks read it from the host's memory."""
-    if where.offset is not None:
-        return None
-    return lambda rank: image.data_of(rank).view(torch.uint8).numpy().data

@@ -18,10 +18,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from weft.worker.build import DeviceParts, allocate, loading, prepare, row_bytes
 from weft.worker.gathered import share_of_weight
 from weft.worker.inputs import StepInputs
 from weft.worker.memory import HostMemory
+from weft.worker.parcels import content_of, fill
 from weft.worker.protocol import Flight, ProbeResult
 from weft.worker.records import (
     ClearOrder,
@@ -79,7 +82,8 @@ class _Link:
         self._connection = connection
         self._sending = threading.Lock()
         self._arrived = threading.Condition()
-        self._parcels: dict[int, bytes] = {}
+        self._parcels: dict[int, int] = {}
+        """Files by call id."""
 
     def report(self, report: Report) -> None:
         with self._sending:
@@ -90,17 +94,23 @@ class _Link:
         try:
             while True:
                 call = int.from_bytes(self._connection.recv_bytes(), "little")
-                parcel = self._connection.recv_bytes()
+                file = recv_handle(self._connection)
                 with self._arrived:
-                    self._parcels[call] = parcel
+                    self._parcels[call] = file
                     self._arrived.notify_all()
         except (OSError, EOFError):
             os._exit(1)
 
-    def parcel(self, call: int) -> bytes:
+    @contextmanager
+    def parcel(self, call: int) -> Iterator[int]:
+        """A context with the file that came with an order."""
         with self._arrived:
             self._arrived.wait_for(lambda: call in self._parcels)
-            return self._parcels.pop(call)
+            file = self._parcels.pop(call)
+        try:
+            yield file
+        finally:
+            os.close(file)
 
 
 class RankLoop:
@@ -220,10 +230,11 @@ class RankLoop:
         data = self._data(order.call, order.where, order.image.layout.num_elements)
         return probed(check, replace(order.image, data=data), order.paced, time.monotonic)
 
-    def _share(self, order: ShareOrder) -> tuple[bytes, tuple[int, ...]]:
-        share = share_of_weight(self._parts.model.weights, order.kind, order.name)
-        content = share.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
-        return content, tuple(share.shape)
+    def _share(self, order: ShareOrder) -> tuple[int, ...]:
+        with self._link.parcel(order.call) as file:
+            share = share_of_weight(self._parts.model.weights, order.kind, order.name)
+            fill(file, share.contiguous())
+        return tuple(share.shape)
 
     def _data(self, call: int, where: DataPlace, num_elements: int) -> torch.Tensor:
         """This rank's part of an image."""
@@ -231,8 +242,8 @@ class RankLoop:
         num_bytes = num_elements * dtype.itemsize
         memory = self._host.memory
         if where.offset is None or memory is None:
-            parcel = torch.frombuffer(bytearray(self._link.parcel(call)), dtype=torch.uint8)
-            return parcel.view(dtype)
+            with self._link.parcel(call) as file:
+                return content_of(file, dtype)
         start = where.offset + self._parts.model.shard.rank * num_bytes
         return memory[start : start + num_bytes].view(dtype)
 

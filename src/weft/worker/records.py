@@ -88,7 +88,7 @@ class DataPlace(NamedTuple):
 
     offset: int | None
     """The offset of all ranks' parts in the host's memory, in bytes. None: the rank's own part
-    comes as a parcel with the call id."""
+    comes as a parcel with the call id; see `weft.worker.parcels`."""
 
 
 class WriteOrder(NamedTuple):
@@ -112,7 +112,8 @@ class ProbeOrder(NamedTuple):
 
 
 class ShareOrder(NamedTuple):
-    """Answered with the rank's part of a weight: its bytes, and its shape."""
+    """Write the rank's part of a weight to the file that comes as a parcel. Answered with its
+    shape, or a WeftError."""
 
     call: int
     kind: str
