@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save, save_file
 from tables import build_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from weft.checkpoint.base import array_of
+from weft.checkpoint.base import BaseWeights, array_of
 from weft.checkpoint.fields import PatternError, Work, compile_pattern
 from weft.checkpoint.pack import AdapterImage, fill, pack_image
 from weft.checkpoint.read import AdapterFiles
@@ -497,7 +497,7 @@ def test_a_rank_that_the_pattern_denies(plain: tuple[dict, Tensors]):
 # what comes beside A and B; that it is right is shown in test_fidelity.py ----------------------
 
 
-class Base:
+class Base(BaseWeights):
     """BaseWeights with the values that are given, and ones elsewhere."""
 
     def __init__(self, dtype: torch.dtype, **weights: torch.Tensor) -> None:

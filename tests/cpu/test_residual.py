@@ -15,6 +15,7 @@ from peft.tuners.lora.corda import preprocess_corda
 from transformers import LlamaForCausalLM
 
 from weft import LLM, SamplingParams
+from weft.checkpoint.base import BaseWeights
 from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import AdapterInvalid
 from weft.core.targets import Norm, Target, TargetTable
@@ -23,7 +24,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 PROMPT = [5, 9, 33, 7, 1, 60]
 
 
-class Weights:
+class Weights(BaseWeights):
     """A base model's, in a serving dtype."""
 
     def __init__(self, model: LlamaForCausalLM, dtype: torch.dtype = torch.float32) -> None:

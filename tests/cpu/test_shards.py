@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from adapter_kinds import FAMILIES, LINEAR, MIXTURES, VOCAB, make_base
 from rank_threads import on_ranks
 
+from weft.checkpoint.base import row_squares
 from weft.core.errors import ConfigError
 from weft.kernels.attention import make_batch
 from weft.kernels.collective.base import ALONE, Ranks
@@ -22,7 +24,7 @@ from weft.models.decoder import Decoder, StepContext, allocate_kv_cache
 from weft.models.family import MoeConfig
 from weft.models.loading import LoadedModel, dummy_weights, load_weights
 from weft.models.weights import Weights
-from weft.worker.gathered import GatheredWeights, share_of_weight
+from weft.worker.gathered import GatheredWeights, OtherShares, Part
 
 TOKENS = 11
 
@@ -96,23 +98,40 @@ def test_random_weights_are_those_of_the_whole_model(family: str, tmp_path: Path
                 assert torch.equal(bias, all_of_it[rows])
 
 
-def test_a_weight_is_put_together_from_what_ranks_have(tmp_path: Path) -> None:
-    """Also the bias of a summed output, of which the first rank has all."""
+class Others(OtherShares):
+    def __init__(self, *weights: Weights) -> None:
+        self._weights = weights
+
+    def parts(self, part: Part, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [part.of(weights) for weights in self._weights]
+
+    def row_squares(
+        self, part: Part, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        them = zip(self._weights, pairs, strict=True)
+        return [row_squares(part.of(weights), *pair) for weights, pair in them]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_weight_is_put_together_from_what_ranks_have(size: int, tmp_path: Path) -> None:
+    """Also the bias of a summed output, of which the first rank has all; and keys and values that
+    two of four ranks have each. Lengths of rows are put together without the weights."""
     config = replace(config_of("qwen2", tmp_path), attention_out_bias=True)
     whole = dummy_weights(config, torch.float32, "cpu")
-    shards = [model_shard(config, rank, 2) for rank in range(2)]
-    first, second = (dummy_weights(config, torch.float32, "cpu", shard=shard) for shard in shards)
-    own = share_of(config, 2)
+    shards = [model_shard(config, rank, size) for rank in range(size)]
+    first, *others = (dummy_weights(config, torch.float32, "cpu", shard=s) for s in shards)
+    own = share_of(config, size)
     model = LoadedModel(own, shards[0], first, torch.float32, torch.device("cpu"), None)
-    gathered = GatheredWeights(
-        model, shards, lambda kind, name: [share_of_weight(second, kind, name)]
-    )
+    gathered = GatheredWeights(model, shards, Others(*others))
     for target in shards[0].whole.targets:
         if target.kind == "linear":
             assert torch.equal(gathered.weight(target), whole.weight(target)), target.name
             bias, all_of_it = gathered.bias(target), whole.bias(target)
             assert (bias is None) == (all_of_it is None)
             assert bias is None or torch.equal(bias, all_of_it), target.name
+            a, b = torch.rand(3, target.in_features), torch.rand(target.out_features, 3)
+            expected = (whole.weight(target) + b @ a).square().sum(1)
+            torch.testing.assert_close(gathered.row_squares(target, a, b), expected)
 
 
 def moe(num_experts: int, width: int) -> MoeConfig:

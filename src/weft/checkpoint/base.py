@@ -23,7 +23,8 @@ _ROUNDING = 1e-6
 
 
 class BaseWeights(Protocol):
-    """The base model's weights in the serving dtype, on any device. They must not be written to."""
+    """The base model's weights in the serving dtype, on any device. They must not be written to.
+    Classes inherit from this."""
 
     def weight(self, target: Target) -> torch.Tensor:
         """(out, in); of the embedding (hidden, vocab)."""
@@ -31,6 +32,10 @@ class BaseWeights(Protocol):
     def bias(self, target: Target) -> torch.Tensor | None: ...  # (out,)
 
     def norm(self, norm: Norm) -> torch.Tensor: ...  # (size,)
+
+    def row_squares(self, target: Target, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """See `row_squares`, of the target's weight."""
+        return row_squares(self.weight(target), a, b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ def affine(parts: TargetParts, base: BaseWeights | None, replaced: Replaced | No
     new = old if parts.bias is None else tensor_of(parts.bias.array).float()
     scale = torch.ones(target.out_features)
     if parts.magnitude is not None:
-        scale = _dora_scale(parts, parts.magnitude, _weight(target, base, replaced))
+        scale = _dora_scale(parts, parts.magnitude, base, replaced)
     elif parts.gain is not None:
         scale = tensor_of(parts.gain.array).float()
         new = scale * new
@@ -185,42 +190,46 @@ def _differs(rows: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor) -> tor
     return torch.cat(parts)
 
 
-def _weight(target: Target, base: BaseWeights, replaced: Replaced | None) -> torch.Tensor:
-    """(out, in), with the adapter's rows."""
-    weight = base.weight(target)
-    if target.kind not in ("embedding", "head"):
-        return weight
+def _token_weight(target: Target, base: BaseWeights, replaced: Replaced | None) -> torch.Tensor:
+    """(out, in) of the embedding or the head, with the adapter's rows."""
     size = target.in_features if target.kind == "embedding" else target.out_features
-    by_token = _by_token(weight, target)[:size]
+    by_token = _by_token(base.weight(target), target)[:size]
     if replaced is not None:
         added = by_token.new_zeros(size - len(by_token), by_token.shape[1])
         by_token = torch.cat((by_token, added))
-        by_token[replaced.ids.to(weight.device, torch.int64)] = replaced.rows.to(weight.device)
+        by_token[replaced.ids.to(by_token.device, torch.int64)] = replaced.rows.to(by_token.device)
     return by_token.t() if target.kind == "embedding" else by_token
 
 
-def _dora_scale(parts: TargetParts, magnitude: Values, weight: torch.Tensor) -> torch.Tensor:
+def _dora_scale(
+    parts: TargetParts, magnitude: Values, base: BaseWeights, replaced: Replaced | None
+) -> torch.Tensor:
     """The magnitudes over the lengths of the rows of W + scaling B A."""
     assert parts.a is not None and parts.b is not None
-    a, b = (tensor_of(each.array).to(weight.device, torch.float32) for each in (parts.a, parts.b))
-    lengths = _row_lengths(weight, a, b * parts.scaling)
-    scale = tensor_of(magnitude.array).float() / lengths.cpu()
+    a, b = tensor_of(parts.a.array).float(), tensor_of(parts.b.array).float() * parts.scaling
+    if parts.target.kind in ("embedding", "head"):
+        squares = row_squares(_token_weight(parts.target, base, replaced), a, b)
+    else:
+        squares = base.row_squares(parts.target, a, b)
+    scale = tensor_of(magnitude.array).float() / squares.clamp_min(0.0).sqrt()
     if not is_finite(scale):
         refuse(magnitude.name, "is undefined, as W + B A has rows that are zero")
     return scale
 
 
-def _row_lengths(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """(out,): norms of the rows of W + B A, which is not formed, as
-    |w + b A|^2 = |w|^2 + 2 (w A^T) b + b (A A^T) b."""
+def row_squares(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """float32 (out,) on the CPU: squared lengths of the rows of W + B A, which is not formed, as
+    |w + b A|^2 = |w|^2 + 2 (w A^T) b + b (A A^T) b. Of some columns, it is their part of the sum.
+
+    `a`: float32 (r, in). `b`: float32 (out, r)."""
+    a, b = a.to(weight.device), b.to(weight.device)
     gram = a @ a.t()
     step = max(1, _CHUNK // weight.shape[1])
     parts: list[torch.Tensor] = []
     for start in range(0, weight.shape[0], step):
         w, v = weight[start : start + step].float(), b[start : start + step]
-        square = (w * w).sum(1) + ((2.0 * (w @ a.t()) + v @ gram) * v).sum(1)
-        parts.append(square.clamp_min(0.0).sqrt())
-    return torch.cat(parts)
+        parts.append((w * w).sum(1) + ((2.0 * (w @ a.t()) + v @ gram) * v).sum(1))
+    return torch.cat(parts).cpu()
 
 
 # -- the base that an initialisation left behind ---------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from weft.checkpoint.base import BaseWeights
 from weft.core.shards import Shard
 from weft.core.targets import Group, Norm, Target, TargetTable
 from weft.kernels.linear import DenseWeight, Weight
@@ -16,9 +17,9 @@ from weft.models.family import MoeConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """All weights of a model, or of one rank's share, in one dtype and on one device. Those of a
-    whole model are also a `weft.checkpoint.base.BaseWeights`, for packing adapters."""
+class Weights(BaseWeights):
+    """All weights of a model, or of one rank's share, in one dtype and on one device. Adapters are
+    packed with those of a whole model."""
 
     table: TargetTable
     """The table of the model, or of this rank's share."""

@@ -31,7 +31,7 @@ from weft.worker.adapters import AdapterLoader
 from weft.worker.drafter import Drafter
 from weft.worker.drafting import more_blocks
 from weft.worker.execute import StepExecutor
-from weft.worker.gathered import GetShares
+from weft.worker.gathered import OtherShares
 from weft.worker.images import ImageStore, default_folder, fingerprint
 from weft.worker.memory import (
     CacheSizes,
@@ -99,8 +99,7 @@ def build_worker(
         peers.wait()
         stages.end("others")
         peers.stage_ended(BUILT)
-        shares = partial(peers.shares, dtype=parts.model.dtype)
-        return _assemble(args, parts, _make_reader(args, parts, shares), host, peers)
+        return _assemble(args, parts, _make_reader(args, parts, peers), host, peers)
     except WeftError:
         peers.close()
         raise
@@ -307,10 +306,10 @@ def _assemble(
 
 
 def _make_reader(
-    args: EngineArgs, parts: DeviceParts, shares: GetShares | None = None
+    args: EngineArgs, parts: DeviceParts, others: OtherShares | None = None
 ) -> AdapterReader:
-    """`shares`: see `Packer`."""
-    packer = Packer(parts.model, args.lora, shares)
+    """`others`: see `Packer`."""
+    packer = Packer(parts.model, args.lora, others)
     return AdapterReader(packer, _image_store(args, parts.model, parts.activity))
 
 

@@ -39,6 +39,7 @@ from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.group import join_group, leave_group
 from weft.schedule.extents import Move
 from weft.schedule.plan import StepResult
+from weft.worker.gathered import Part
 from weft.worker.inputs import StepInputs
 from weft.worker.memory import host_bytes, shared_file
 from weft.worker.parcels import content_of, fill, parcels
@@ -50,6 +51,7 @@ from weft.worker.records import (
     InstallOrder,
     MoveOrder,
     Order,
+    PartOrder,
     ProbeOrder,
     RankAlive,
     RankAnswer,
@@ -57,7 +59,7 @@ from weft.worker.records import (
     RankSetup,
     Report,
     SettleOrder,
-    ShareOrder,
+    SquaresOrder,
     StageEnded,
     StepFailed,
     StepOrder,
@@ -244,17 +246,22 @@ class Peers:
         with self._parts(image, where) as files:
             return self._ask(lambda call: ProbeOrder(call, bare, where, paced), files)
 
-    def shares(self, kind: str, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The other ranks' parts of a weight. Raises AdapterUnavailable."""
-        found: list[torch.Tensor] = []
+    def parts(self, part: Part, dtype: torch.dtype) -> list[torch.Tensor]:
+        """See `OtherShares.parts`."""
         with parcels(len(self._peers)) as files:
-            asked = self._ask(lambda call: ShareOrder(call, kind, name), files)
-            for done, file in zip(asked, files, strict=True):
-                shape = done.result()
-                if isinstance(shape, WeftError):
-                    raise shape
-                found.append(content_of(file, dtype).view(shape))
-        return found
+            shapes = _results(self._ask(lambda call: PartOrder(call, part), files))
+            return [content_of(f, dtype).view(s) for f, s in zip(files, shapes, strict=True)]
+
+    def row_squares(
+        self, part: Part, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """See `OtherShares.row_squares`."""
+        rank = len(pairs[0][0])
+        with parcels(len(self._peers)) as files:
+            for file, pair in zip(files, pairs, strict=True):
+                fill(file, torch.cat([matrix.flatten() for matrix in pair]))
+            asked = self._ask(lambda call: SquaresOrder(call, part, rank), files)
+        return [torch.from_numpy(squares) for squares in _results(asked)]
 
     def stuck_s(self) -> dict[str, float]:
         """For how many seconds the other ranks' threads have been stuck, by what they do; and under
@@ -395,6 +402,15 @@ class Peers:
         self._on_lost()
         if self._ranks is not None:
             self._ranks.abandon(lambda: self._closing)
+
+
+def _results(asked: Sequence[Future[Any]]) -> list[Any]:
+    """What ranks answer. Raises WeftError if one could not do what it was asked."""
+    results = [done.result() for done in asked]
+    for result in results:
+        if isinstance(result, WeftError):
+            raise result
+    return results
 
 
 def _logs() -> tuple[str, bool] | None:

@@ -26,8 +26,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from weft.checkpoint.base import row_squares
 from weft.core.errors import AdapterUnavailable, WeftError, to_wire
 from weft.core.processes import die_with_parent
 from weft.core.stages import Stages
@@ -35,11 +38,11 @@ from weft.kernels.collective import make_ranks
 from weft.kernels.collective.group import join_group, leave_group
 from weft.models.loading import device_of
 from weft.worker.build import DeviceParts, allocate, loading, prepare, row_bytes
-from weft.worker.gathered import share_of_weight
 from weft.worker.inputs import StepInputs
 from weft.worker.memory import HostMemory
 from weft.worker.parcels import content_of, fill
 from weft.worker.protocol import Flight, ProbeResult
+from weft.worker.reading import aside
 from weft.worker.records import (
     ClearOrder,
     CloseOrder,
@@ -47,6 +50,7 @@ from weft.worker.records import (
     InstallOrder,
     MoveOrder,
     Order,
+    PartOrder,
     ProbeOrder,
     RankAlive,
     RankAnswer,
@@ -54,7 +58,7 @@ from weft.worker.records import (
     RankSetup,
     Report,
     SettleOrder,
-    ShareOrder,
+    SquaresOrder,
     StageEnded,
     StepFailed,
     StepOrder,
@@ -162,8 +166,10 @@ class RankLoop:
                 self._answer("loaders", order.call, self._write, order, steps.wait_moved)
             case ProbeOrder():
                 self._answer("registrars", order.call, self._probe, order)
-            case ShareOrder():
-                self._answer("registrars", order.call, self._share, order)
+            case PartOrder():
+                self._answer("registrars", order.call, self._part, order)
+            case SquaresOrder():
+                self._answer("registrars", order.call, self._squares, order)
             case _:
                 pass
 
@@ -230,11 +236,18 @@ class RankLoop:
         data = self._data(order.call, order.where, order.image.layout.num_elements)
         return probed(check, replace(order.image, data=data), order.paced, time.monotonic)
 
-    def _share(self, order: ShareOrder) -> tuple[int, ...]:
-        with self._link.parcel(order.call) as file:
-            share = share_of_weight(self._parts.model.weights, order.kind, order.name)
-            fill(file, share.contiguous())
-        return tuple(share.shape)
+    def _part(self, order: PartOrder) -> tuple[int, ...]:
+        with self._link.parcel(order.call) as file, aside(self._parts.model.device):
+            part = order.part.of(self._parts.model.weights)
+            fill(file, part.contiguous())
+        return tuple(part.shape)
+
+    def _squares(self, order: SquaresOrder) -> NDArray[np.float32]:
+        with self._link.parcel(order.call) as file, aside(self._parts.model.device):
+            part = order.part.of(self._parts.model.weights)
+            pair, end = content_of(file, torch.float32), order.rank * part.shape[1]
+            a, b = pair[:end].view(order.rank, -1), pair[end:].view(-1, order.rank)
+            return row_squares(part, a, b).numpy()
 
     def _data(self, call: int, where: DataPlace, num_elements: int) -> torch.Tensor:
         """This rank's part of an image."""

@@ -33,7 +33,7 @@ from weft.core.stats import TierStats
 from weft.kernels.checksum import checksum
 from weft.kernels.quant import VALUES
 from weft.models.loading import LoadedModel
-from weft.worker.gathered import GatheredWeights, GetShares
+from weft.worker.gathered import GatheredWeights, OtherShares
 from weft.worker.images import ImageStore
 from weft.worker.protocol import Origin, PackedAdapter
 from weft.worker.threads import WatchedThreads
@@ -49,9 +49,11 @@ NUM_REGISTRARS = 4
 class Packer:
     """Reads, validates, packs and sums adapters of one base model. Any thread."""
 
-    def __init__(self, model: LoadedModel, args: LoraArgs, others: GetShares | None = None) -> None:
-        """`model`: the whole model, or the first rank's share; then `others` gets the other ranks'
-        parts of its weights."""
+    def __init__(
+        self, model: LoadedModel, args: LoraArgs, others: OtherShares | None = None
+    ) -> None:
+        """`model`: the whole model, or the first rank's share; then `others` has the other ranks'
+        shares."""
         self._model = model
         self._args = args
         self._shards = [replace(model.shard, rank=rank) for rank in range(model.shard.size)]
@@ -70,7 +72,7 @@ class Packer:
         nothing. Raises AdapterInvalid."""
         if warning := warning_of_four_bits(files.config, self._keeps_sixteen_bits):
             logger.warning("adapter %s: %s", files.digest[:16], warning)
-        with self._aside():
+        with aside(self._model.device):
             return pack_image(
                 files,
                 self._model.shard.whole,
@@ -102,11 +104,12 @@ class Packer:
         table, size = self._model.table, self._model.shard.size
         return sum_images(digest, parts, table, self._model.dtype, into, size)
 
-    def _aside(self) -> contextlib.AbstractContextManager[object]:
-        """A context with a CUDA stream other than the steps', to compute from base weights."""
-        if self._model.device.type != "cuda":
-            return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(self._model.device))  # type: ignore[no-untyped-call]
+
+def aside(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A context with a CUDA stream other than the steps', to compute from base weights."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True)

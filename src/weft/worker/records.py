@@ -18,6 +18,7 @@ from weft.checkpoint.pack import AdapterImage
 from weft.core.config import EngineArgs
 from weft.core.targets import ImageLayout
 from weft.schedule.extents import Move
+from weft.worker.gathered import Part
 from weft.worker.inputs import Array, StepInputs
 
 
@@ -111,14 +112,22 @@ class ProbeOrder(NamedTuple):
     paced: bool
 
 
-class ShareOrder(NamedTuple):
+class PartOrder(NamedTuple):
     """Write the rank's part of a weight to the file that comes as a parcel. Answered with its
     shape, or a WeftError."""
 
     call: int
-    kind: str
-    """matrix, bias or norm."""
-    name: str
+    part: Part
+
+
+class SquaresOrder(NamedTuple):
+    """Compute `weft.checkpoint.base.row_squares` of the rank's part of a weight. Its A and B come
+    one after the other as a parcel. Answered with a float32 array, or a WeftError."""
+
+    call: int
+    part: Part
+    rank: int
+    """The rank of the adapter: A has as many rows."""
 
 
 class CloseOrder(NamedTuple):
@@ -133,7 +142,8 @@ Order = (
     | SettleOrder
     | WriteOrder
     | ProbeOrder
-    | ShareOrder
+    | PartOrder
+    | SquaresOrder
     | CloseOrder
 )
 
