@@ -208,7 +208,7 @@ def test_nodes_that_others_start_are_found(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it is not UTF-8"):
         find_urls(str(file))
     (node,) = find_nodes("127.0.0.1:1")
-    assert (node.name, node.url, node.state) == ("127.0.0.1:1", "http://127.0.0.1:1", "starting")
+    assert (node.name, node.url, node.state) == ("127.0.0.1:1", "http://127.0.0.1:1", "not ready")
 
 
 def test_a_node_that_does_not_speak_http() -> None:

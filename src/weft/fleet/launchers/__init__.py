@@ -25,8 +25,8 @@ NODE = "node-"
 """A node's name is this and the node's number, from 0 on."""
 
 State = Literal["unplaced", "starting", "up", "not ready", "ended"]
-"""unplaced: no machine of a Ray cluster has room for it yet. not ready: it was up, and takes no
-requests now, such as one that drains."""
+"""unplaced: no machine of a Ray cluster has room for it yet. not ready: it takes no requests now,
+such as one that drains, hangs or is gone; of one that nobody here has started, no more is known."""
 
 
 @dataclass(frozen=True, slots=True)

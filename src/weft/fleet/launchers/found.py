@@ -42,6 +42,6 @@ def _resolved(given: str) -> list[str]:
 def find_nodes(where: str) -> list[Placed]:
     """The nodes at these places, as `find_urls` takes them. Their names are not known."""
     return [
-        Placed(url.removeprefix("http://"), url, "up" if is_ready(url) else "starting")
+        Placed(url.removeprefix("http://"), url, "up" if is_ready(url) else "not ready")
         for url in find_urls(where)
     ]
