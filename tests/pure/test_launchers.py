@@ -317,7 +317,7 @@ def test_nodes_that_are_known_by_address_have_one_row_each() -> None:
             Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             ports.append(server.server_port)
         at = ",".join(f"127.0.0.1:{port}" for port in ports)
-        done = CliRunner().invoke(app, ["cluster", "status", "--at", at], env={"COLUMNS": "120"})
+        done = CliRunner().invoke(app, ["cluster", "status", "--at", at], env={"COLUMNS": "60"})
     assert done.exit_code == 0, done.output
     shown = [line.split() for line in done.output.splitlines()[1:]]
     urls = [f"http://127.0.0.1:{port}" for port in ports]

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
+from weft.bench.report import FILE_WIDTH
 from weft.cli.nodes_table import nodes_table
 from weft.core.errors import ConfigError, InvalidRequest, Unreachable, WeftError
 from weft.fleet.launchers import NODE, ClusterArgs, ClusterFolder, Launcher, Placed
@@ -318,6 +319,7 @@ def status(name: Name = "default", at: At = None, api_key: Key = "") -> None:
         if at is not None and at != ON_RAY:
             nodes = [_under_its_own_name(node, api_key) for node in nodes]
         console, said = Console(markup=False), dict[str, Any]()
+        console.width = max(console.width, FILE_WIDTH)
         with contextlib.suppress(Unreachable):  # while all nodes start
             said = ask_any(nodes, "/fleet", api_key)
         console.print(nodes_table(nodes, {each["node"]: each for each in said.get("nodes", ())}))

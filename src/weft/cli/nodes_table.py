@@ -28,7 +28,7 @@ def nodes_table(
     if labelled:
         table.add_column("Labels")
     if not more:
-        table.add_column("URL", no_wrap=True)
+        table.add_column("URL", overflow="fold")
     urls = {node.name: node for node in nodes}
     for each in sorted(reports.keys() | urls.keys()):
         report, node = reports.get(each, {}), urls.get(each)
