@@ -160,6 +160,17 @@ class TestDirectory:
         DirectoryStore(tmp_path)
         assert new.exists() and not old.exists()
 
+    def test_errors_name_the_file(self, tmp_path: Path) -> None:
+        store = DirectoryStore(tmp_path)
+        (tmp_path / "log").touch()
+        with pytest.raises(RegistryUnavailable, match=r"answer: log/1: Not a directory$"):
+            store.put("log/1", b"")
+        with pytest.raises(RegistryUnavailable, match=r"answer: log/1: Not a directory$"):
+            store.get_file("log/1", io.BytesIO())
+        (tmp_path / "aside").rmdir()
+        with pytest.raises(RegistryUnavailable, match=r"answer: No such file or directory$"):
+            store.get("log/1")
+
     def test_keys_stay_inside(self, tmp_path: Path) -> None:
         store = DirectoryStore(tmp_path)
         for key in ("../x", "/etc/passwd", "a//b", "a/./b", ""):

@@ -204,8 +204,15 @@ class DirectoryStore:
         try:
             yield
         except OSError as error:
-            message = f"the registry {self.uri} does not answer: {error.strerror or error}"
+            message = f"the registry {self.uri} does not answer: {self._why(error)}"
             raise RegistryUnavailable(message) from error
+
+    def _why(self, error: OSError) -> str:
+        """What went wrong, and with which of the registry's files."""
+        file, why = error.filename2 or error.filename, error.strerror or str(error)
+        if not file or Path(file) == self._aside:  # the folder as a whole is meant
+            return why
+        return f"{Path(file).relative_to(self._root)}: {why}"
 
 
 def _others(error: OSError) -> None:
