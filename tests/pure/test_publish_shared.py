@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,26 @@ def test_names_that_no_server_takes_leave_nothing_behind(tmp_path: Path) -> None
         with pytest.raises(InvalidRequest, match=r"lora_name must not (end like|be|have)"):
             weft.publish(place, name, folder)
     assert not place.exists()
+
+
+def test_verify_names_each_version_that_is_not_whole(tmp_path: Path) -> None:
+    place, all_files = tmp_path / "registry", [adapter(seed) for seed in range(5)]
+    for i, files in enumerate(all_files):
+        weft.publish(place, "acme/sql", written(tmp_path / f"{i}", files))
+    blobs = [place / BLOBS / digest(files) for files in all_files]
+    (blobs[0] / "DONE").write_bytes(b"{")
+    (blobs[1] / WEIGHTS_FILE).unlink()
+    (blobs[2] / CONFIG_FILE).unlink()
+    (blobs[2] / CONFIG_FILE).mkdir()
+    (blobs[3] / WEIGHTS_FILE).write_bytes(b"")
+    shown = run("registry", "verify", "--registry", place, status=1)
+    for i, files in enumerate(all_files[:4]):
+        assert f"sha256:{digest(files)} of acme/sql@v{i + 1}: " in shown
+    assert "1 contents are whole, 4 are missing or damaged" in shown
+    for blob, files in zip(blobs[:4], all_files, strict=False):  # as docs/registry.md says
+        shutil.rmtree(blob)
+        weft.publish(place, "acme/sql", written(tmp_path / "again", files))
+    assert "5 contents are whole, 0" in run("registry", "verify", "--registry", place)
 
 
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

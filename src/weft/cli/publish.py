@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
 import typer
 
 from weft.cli.releases import NamedAdapter, Registry, actor, opened
-from weft.core.errors import AdapterError, ConfigError
+from weft.core.errors import AdapterError, ConfigError, RegistryUnavailable
 from weft.terminal.commands import Commands
 from weft.terminal.options import ApiKey, ending_in_one_line
 from weft.terminal.plain import plain_json
@@ -133,15 +134,23 @@ def verify(registry: Registry) -> None:
 
     with opened(registry) as shared:
         blobs, bad = Blobs(shared.store), 0
-        needed = sorted(needed_by((e for _, e in shared.state.names.items()), time.time()))
+        names = dict(shared.state.names.items())
+        needed = sorted(needed_by(names.values(), time.time()))
         for digest in needed:
             try:
                 blobs.verify(digest)
-            except AdapterError as error:
+            except (AdapterError, RegistryUnavailable) as error:
+                shared.poll()  # ends the command if the whole store does not answer
                 bad += 1
-                typer.echo(error.message)
+                typer.echo(f"sha256:{digest} of {_users(names, digest)}: {error.message}")
     typer.echo(f"{len(needed) - bad} contents are whole, {bad} are missing or damaged")
     raise typer.Exit(1 if bad else 0)
+
+
+def _users(names: Mapping[str, Name], digest: str) -> str:
+    """The versions with this content."""
+    versions = ((name, n, v) for name, entry in names.items() for n, v in entry.versions.items())
+    return ", ".join(f"{name}@v{n}" for name, n, version in versions if version.digest == digest)
 
 
 @registry.command()
