@@ -20,7 +20,7 @@ def rendered(values: dict[str, Any]) -> str:
     with Chart.load(HERE / "helm/weft") as chart:
         files = chart.render(values, name="weft", namespace="weft")
     texts = [text for path, text in sorted(files.items()) if path.endswith(".yaml")]
-    head = "# Made from deploy/helm/weft by deploy/render.py.\n"
+    head = "# Made from deploy/helm/weft by deploy/render.py, for the namespace `weft`.\n"
     return head + "---\n".join(text.lstrip() for text in texts if text.strip())
 
 
