@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -176,6 +177,21 @@ def test_a_content_that_has_no_place_is_unavailable(tmp_path: Path) -> None:
     for sha256 in ("", listing):
         with pytest.raises(AdapterUnavailable, match="can't be kept on this machine: Not a dir"):
             blobs.open(DIGEST, sha256=sha256)
+
+
+def test_a_download_that_finds_no_room_takes_none(tmp_path: Path) -> None:
+    class Large(MemoryStore):
+        """After its first bytes the disk is full."""
+
+        def get_file(self, key: str, file: BinaryIO) -> bool:
+            file.write(b"some")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = Large()
+    Blobs(store).put(FILES)
+    with pytest.raises(AdapterUnavailable, match="No space left on device"):
+        blobs_of(store, tmp_path).open(DIGEST)
+    assert not [path for path in (tmp_path / "cache/stage").rglob("*") if path.stat().st_size]
 
 
 def test_what_downloads_leave_behind_goes_while_a_process_lives(tmp_path: Path) -> None:

@@ -249,14 +249,18 @@ class Contents:
     @contextmanager
     def stage_of(self, listing: Listing) -> Iterator[Path]:
         """The folder in which this content is assembled, by one caller at a time; others wait. Its
-        files stay after the context, so that a download can continue, unless `add` took them
-        over."""
+        files stay after the context, so that a download can continue, unless `add` took them over,
+        or the disk failed: they would only take what room is left."""
         path = self._root / "stage" / listing.key
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             path.mkdir(exist_ok=True)
             os.utime(path)  # somebody goes on with it
-            yield path
+            try:
+                yield path
+            except OSError:
+                shutil.rmtree(path, ignore_errors=True)
+                raise
 
     def keep(self, files: Path) -> Folder:
         """Take over a folder of `stage`, with an adapter's files and nothing else. Raises
