@@ -19,6 +19,7 @@ from toy_tokenizers import byte_level
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.errors import AdapterConflict, RegistryUnavailable
 from weft.registry.blobs import Blobs
+from weft.registry.contents import Contents
 from weft.registry.records import Label, RemoveTenant, SetTenant
 from weft.registry.shared import SharedRegistry
 from weft.registry.shared_tenants import SharedTenants
@@ -464,6 +465,23 @@ def test_a_version_that_no_node_can_load_harms_only_its_own_requests(tmp_path: P
         assert await other.text("sql") == "cbaA"
 
     fleet(tmp_path, scenario)
+
+
+def test_a_download_that_the_disk_damages_is_fetched_again(tmp_path: Path) -> None:
+    async def scenario(node: Node) -> None:
+        node.store.folder = lambda _: None  # as a bucket
+        node.follower.blobs._contents = Contents(tmp_path / "cache")
+        await node.load("sql", "A")
+        await node.load("sql", "B", load_inplace=True)
+        await settled(node)
+        (file,) = tmp_path.glob(f"cache/contents/{digest_of('A')}-*/adapter_model.safetensors")
+        file.write_text("X")
+        answer = await node.ask("sql@v1")
+        assert answer.status_code == 503 and "changed on disk" in answer.text
+        node.follower._failed.clear()  # as after some seconds
+        assert await node.text("sql@v1") == "cbaA"
+
+    fleet(tmp_path, scenario, count=1)
 
 
 TENANTS = f"""

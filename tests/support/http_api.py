@@ -23,7 +23,7 @@ from weft.api.callers import Tenants
 from weft.api.service import Fleet
 from weft.cli.connections import http_config
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
-from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
+from weft.core.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable, EngineDead
 from weft.core.files import content_digest
 from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
 from weft.core.stats import EngineInfo, EngineStats
@@ -176,6 +176,8 @@ class EchoEngine:
         config, digest = file.with_name("adapter_config.json"), digest_of(content)
         if config.exists() and (fields := config.read_bytes()) != b"{}":
             digest = content_digest(fields, [file.read_bytes()], file.stat().st_size)
+        if source.digest not in (None, digest):
+            raise AdapterUnavailable("the adapter changed on disk since it was loaded", "lora_path")
         self.holders.setdefault(digest, {})[holder] = pinned
         self.adapters[digest] = byte_level().encode(content, add_special_tokens=False)
         if self.on_hold is not None:

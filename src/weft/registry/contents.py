@@ -29,7 +29,7 @@ import msgspec
 from msgspec import Struct
 
 from weft.core.config import MAX_RANK
-from weft.core.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable
+from weft.core.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterUnavailable
 from weft.core.files import ADAPTER_FILES, CONFIG_FILE, MAX_BYTES, WEIGHTS_FILE, content_digest
 from weft.core.folders import Folder, Roots
 
@@ -222,6 +222,21 @@ class Contents:
         """A content's list of files, if the content is here and the list has this sha256."""
         said = self.read_piece(content_key(digest, sha256), LISTING, 0, MAX_LISTING_BYTES)
         return None if said is None else parse_listing(said, digest, sha256)
+
+    def drop_if_damaged(self, digest: str, sha256: str) -> None:
+        """Remove a content whose files are not those of its list any more, so that it is
+        downloaded again. `sha256`: the hash of that list."""
+        listing = self.find_listing(digest, sha256)
+        if listing is None:
+            return
+        path = self._root / "contents" / listing.key
+        try:
+            with opened(path) as files:
+                whole = listing_of(files) == listing
+        except (OSError, AdapterError):
+            whole = False
+        if not whole:
+            shutil.rmtree(path, ignore_errors=True)
 
     def read_piece(self, key: str, name: str, start: int, num_bytes: int) -> bytes | None:
         """At most `num_bytes` of the file `name` (LISTING: the list of files) of the content with

@@ -246,6 +246,8 @@ class Follower:
             self._failed[key] = time.monotonic() + FAILED_S, message
             if len(self._failed) > MAX_FAILED:
                 del self._failed[next(iter(self._failed))]
+            if isinstance(error, AdapterUnavailable):
+                await asyncio.to_thread(self.blobs.recheck, version)
             raise AdapterUnavailable(message, "model") from error
         self._failed.pop(key, None)
         self._here.setdefault(name, {})[number] = pinned
