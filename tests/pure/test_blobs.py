@@ -332,14 +332,32 @@ def test_names_that_went_and_leases_keep_contents(store: Store, clock: Clock) ->
     assert not list(store.list("leases/"))
 
 
-def test_other_files_beside_leases_are_none(store: Store, clock: Clock) -> None:
+def test_other_files_are_not_counted(store: Store, clock: Clock) -> None:
     for key in ("leases/notes.txt", "leases/node-1/README", "collecting/notes.txt"):
+        store.put(key, b"odd")
+    others = [f"{BLOBS}Thumbs.db", f"{BLOBS}a/b", f"doomed/{DIGEST}/x.at", "doomed/x/1.at"]
+    for key in others:
         store.put(key, b"odd")
     Blobs(store).put(FILES)
     ReplicaLease(store, "node-1").renew([DIGEST])
     assert running_leases(store).keys() == {"node-1"}
     clock.now += KEEP_S + 1
     assert steps(store, clock, []) == {DIGEST: "doom"}
+    clock.now += GRACE_S + 1
+    assert steps(store, clock, []) == {DIGEST: "sweep"}
+    assert all(store.get(key) == b"odd" for key in others)
+
+
+def test_damaged_notes_of_replicas_and_collectors(store: Store, clock: Clock) -> None:
+    """Nobody knows what a replica serves whose lease can't be read, so nothing is removed."""
+    store.put("collecting/0000000001", b"?")
+    assert steps(store, clock, []) == {}
+    lease = f"leases/node-1/{int((clock.now + LEASE_S) * 1000):015d}"
+    store.put(lease, b"{")
+    with pytest.raises(RegistryUnavailable, match=f"{lease} is damaged"):
+        running_leases(store)
+    with pytest.raises(RegistryUnavailable, match=f"{lease} is damaged"):
+        steps(store, clock, [])
 
 
 def test_a_publisher_stops_a_removal(store: Store, clock: Clock) -> None:

@@ -14,6 +14,7 @@ grace period, and a collector reads the log after that period before it sweeps.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +42,8 @@ quarter of that time."""
 MAX_TURNS = 100
 """How many numbers are kept, so that a suspended collector can't take one a second time."""
 LEASE_S = 10.0
+_BLOB = re.compile(f"{BLOBS}([0-9a-f]{{64}})/")
+_DOOM = re.compile(rf"{DOOMED}([0-9a-f]{{64}})/[0-9]+\.at")
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
@@ -81,8 +84,15 @@ def running_leases(store: Store) -> dict[str, ReplicaReport]:
     for key in sorted(_leases(store)):
         replica, _, until = key.removeprefix(LEASES).rpartition("/")
         if until > now and (content := store.get(key)) is not None:
-            found[replica] = msgspec.json.decode(content, type=ReplicaReport)
+            found[replica] = _report(key, content)
     return found
+
+
+def _report(key: str, content: bytes) -> ReplicaReport:
+    try:
+        return msgspec.json.decode(content, type=ReplicaReport)
+    except msgspec.DecodeError as error:
+        raise RegistryUnavailable(f"{key} is damaged: {error}", "registry") from None
 
 
 def _leases(store: Store) -> Iterator[str]:
@@ -133,12 +143,13 @@ class Collector:
         now = self._clock()
         needed = needed_by(names(), now) | self._leased(now, until is not None)
         blobs: dict[str, list[str]] = defaultdict(list)
-        for key in self._store.list(BLOBS):
-            blobs[key.removeprefix(BLOBS).partition("/")[0]].append(key)
+        for key in self._store.list(BLOBS):  # somebody may have put other files beside them
+            if found := _BLOB.match(key):
+                blobs[found[1]].append(key)
         dooms: dict[str, list[str]] = defaultdict(list)
         for key in self._store.list(DOOMED):
-            if key.endswith(".at"):
-                dooms[key.split("/")[1]].append(key.removesuffix(".at"))
+            if found := _DOOM.fullmatch(key):
+                dooms[found[1]].append(key.removesuffix(".at"))
         for digest in sorted(blobs.keys() | dooms.keys()):
             if until is not None and self._clock() > until:
                 return
@@ -203,7 +214,7 @@ class Collector:
                 if change:
                     self._store.delete(key)
             elif (content := self._store.get(key)) is not None:
-                found.update(msgspec.json.decode(content, type=ReplicaReport).digests)
+                found.update(_report(key, content).digests)
         return found
 
     @contextmanager
@@ -214,7 +225,9 @@ class Collector:
         keys = sorted(key for key in found if key[len(COLLECTING) :][:10].isdecimal())
         last = keys[-1] if keys else f"{COLLECTING}{0:010d}"
         if keys and not last.endswith(".over"):
-            since = float(self._store.get(last) or b"0")
+            since = 0.0  # also if the disk has damaged what it says
+            with suppress(ValueError):
+                since = float(self._store.get(last) or b"0")
             if since > now - TURN_S:
                 message = f"another collector has worked for {now - since:.0f} s; try again later"
                 raise RegistryUnavailable(message, "registry")
