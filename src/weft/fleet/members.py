@@ -97,11 +97,15 @@ class Members:
                     link.tick()
 
     async def _read(self, where: str) -> None:
+        said = ""
         while True:
             try:
                 self._follow(await read_addresses(where))
+                said = ""
             except Exception as error:  # of any kind; who is known stays known
-                logger.warning("the list of nodes can't be read: %s", error)
+                if str(error) != said:
+                    said = str(error)
+                    logger.warning("the list of nodes can't be read: %s", error)
             await asyncio.sleep(READ_S)
 
     def _follow(self, addresses: list[str]) -> None:
