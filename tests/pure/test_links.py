@@ -449,6 +449,35 @@ def test_nobody_is_let_in_without_the_key(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
+def test_an_address_at_which_no_node_answers_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when that node has another key."""
+    monkeypatch.setattr("weft.fleet.members.RETRY_S", 0.01)
+    monkeypatch.setattr("weft.fleet.members.MAX_RETRY_S", 0.02)
+    tries = []
+
+    def link(*args: Any) -> TcpLink:
+        tries.append(args)
+        return TcpLink(*args)
+
+    monkeypatch.setattr("weft.fleet.members.TcpLink", link)
+
+    async def test() -> None:
+        async with linked(tmp_path) as (_, own, _, _):
+            path = tmp_path / "nodes"
+            path.write_text(f"127.0.0.1:{own.listener.port}\n")
+            fleet = FleetClient()
+            members = Members(str(path), key_of(tmp_path, "another secret " * 5), "", fleet)
+            await until(lambda: len(tries) > 4)
+            await members.close()
+            await fleet.close()
+            silent = f"answers at 127.0.0.1:{own.listener.port} so far"
+            assert caplog.text.count(silent) == 1
+
+    asyncio.run(test())
+
+
 def test_nodes_meet_over_ipv6(tmp_path: Path) -> None:
     try:
         with socket.socket(socket.AF_INET6) as there:

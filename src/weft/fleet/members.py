@@ -30,6 +30,10 @@ READ_S = 1.0
 RETRY_S = 0.2
 """The pause before a node that was lost, or does not answer, is tried again."""
 MAX_RETRY_S = 2.0
+SILENT = (
+    "no node of this fleet answers at %s so far: it is not up, can't be reached, or has another"
+    " --fleet-key"
+)
 
 
 def is_address(text: str) -> bool:
@@ -118,11 +122,15 @@ class Members:
 
     async def _look_after(self, address: str) -> None:
         """Keep a link to the node at an address."""
-        pause_s = RETRY_S
+        pause_s, said = RETRY_S, False
         while True:
             try:
                 if await self._link(address):
-                    pause_s = RETRY_S
+                    pause_s, said = RETRY_S, False
+            except EngineDead:
+                if pause_s == MAX_RETRY_S and not said:
+                    said = True
+                    logger.warning(SILENT, address)
             except ConfigError as error:
                 logger.error("%s: this address is left out", error.message)
                 return
@@ -134,7 +142,8 @@ class Members:
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     async def _link(self, address: str) -> bool:
-        """Link to a node until the link is lost. Returns whether the node answered."""
+        """Link to a node until the link is lost. Returns whether it was used. Raises EngineDead if
+        it does not answer."""
         client = LinkClient()
         patience = self._patience.setdefault(address, Patience())
         patience.heard()
@@ -143,9 +152,6 @@ class Members:
         try:
             await client.start(link)
             return await self._serve(address, client, link)
-        except EngineDead as error:
-            logger.debug("%s: %s", address, error.message)
-            return False
         finally:
             self._links.discard(link)
             await client.close()
