@@ -72,7 +72,7 @@ def publish(
             shared = registry
         else:
             shared = stack.enter_context(SharedRegistry(open_store(str(registry))))
-        put = Blobs(shared.store).put(files)
+        put = Blobs(shared.store).put(files, lambda new: shared.check(Publish(name, new)))
         version = _described(put, source, checked, metadata or {})
         shared.change(Publish(name, version, release, pinned), actor)
     return version

@@ -213,6 +213,7 @@ def test_versions_are_named_in_requests_and_answers(tmp_path: Path) -> None:
             assert (await node.load("sql", content, load_inplace=True)).status_code == 200
         refused = await node.load("sql", "C")
         assert refused.status_code == 400 and "other content" in refused.text
+        assert not node.follower.blobs.exists(digest_of("C")), "it was stored for nothing"
         for model, text, version in (
             ("sql", "cbaB", 2),
             ("sql@v1", "cbaA", 1),
@@ -558,6 +559,7 @@ def test_tenants_of_the_registry_are_followed_and_see_what_is_theirs(tmp_path: P
         assert (await post(one, "acme", path, **load("bot", "acme/A"))).status_code == 200
         second = await post(one, "acme", path, **load("two", "acme/B"))
         assert (second.status_code, second.json()["error"]["code"]) == (429, "quota_exceeded")
+        assert not one.follower.blobs.exists(digest_of("B")), "it was stored for nothing"
         foreign = await post(one, "globex", path, **load("acme/x", "globex/C"))
         assert foreign.status_code == 403
         assert (await post(one, "ops", path, **load("common", "D"))).status_code == 200

@@ -110,9 +110,14 @@ class Blobs:
         self.holders: Callable[[str], Sequence[str]] = lambda _: ()
         """Returns the addresses of nodes that may have the content of a digest."""
 
-    def put(self, files: Folder | Mapping[str, BinaryIO | bytes | memoryview]) -> Version:
+    def put(
+        self,
+        files: Folder | Mapping[str, BinaryIO | bytes | memoryview],
+        accept: Callable[[Version], object] = lambda _: None,
+    ) -> Version:
         """Store the files of an adapter, given by name, unless they are stored already. Returns a
         version, which must be published under a name within an hour: later, it may be swept.
+        `accept` may raise WeftError for a version that can't be published: nothing is stored then.
 
         Raises AdapterNotFound and AdapterInvalid for files that can't be an adapter's,
         AdapterConflict if the same weights are there with another tokenizer or chat template, and
@@ -120,6 +125,8 @@ class Blobs:
         """
         with _streams(files) as streams:
             listing = listing_of(streams)
+            version = Version(listing.digest, listing.num_bytes, listing=listing.sha256)
+            accept(version)
             rescue(self._store, listing.digest)
             claim = self._claim(listing)
             if read_claim(self._store, listing.digest) is None:
@@ -128,7 +135,7 @@ class Blobs:
                     key = key_of(listing.digest, file.name)
                     self._store.put_file(key, streams[file.name])
                 self._store.put(key_of(listing.digest, DONE), msgspec.json.encode(claim))
-        return Version(listing.digest, listing.num_bytes, listing=listing.sha256)
+        return version
 
     def exists(self, digest: str) -> bool:
         """Whether a blob is there. Raises RegistryUnavailable."""

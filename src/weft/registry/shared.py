@@ -31,7 +31,7 @@ from weft.core.errors import (
 )
 from weft.registry.log import Delete, Get, ListKeys, Log, Put, Request, Steps
 from weft.registry.records import Change, Done, HistoryEntry, NotDone, Result
-from weft.registry.state import Op, State
+from weft.registry.state import Entry, Op, State
 from weft.registry.stores import Store, probe
 
 _T = TypeVar("_T")
@@ -155,6 +155,14 @@ class SharedRegistry:
     def stale_s(self) -> float:
         """Seconds since the store last answered."""
         return time.monotonic() - self._answered_at
+
+    def check(self, change: Change) -> None:
+        """Raise what `submit` would for a change that can't be made in the newest state, or
+        RegistryUnavailable."""
+        self.poll()
+        result = self.state.apply(Entry(time.time(), (Op("", "", change),))).result("")
+        if isinstance(result, NotDone):
+            raise _ERRORS[result.kind](result.message)
 
     # -- change --------------------------------------------------------------------------------
 

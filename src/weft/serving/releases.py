@@ -16,7 +16,7 @@ from weft.core.errors import (
 )
 from weft.registry import Sources
 from weft.registry.allowed import shown
-from weft.registry.records import Name, Publish, Release, Remove
+from weft.registry.records import Name, Publish, Release, Remove, Version
 from weft.registry.releases import main_number, released, rolled_back, split
 from weft.serving.follower import Follower
 from weft.serving.publisher import Executor, Publisher
@@ -60,8 +60,15 @@ class Releases:
         AdapterError, InvalidRequest, Overloaded, EngineDead, RegistryUnavailable.
         """
         path = sources.plain(path)
+
+        def accept(version: Version) -> None:
+            change = Publish(name, version, pinned=pinned)
+            self._follower.shared.check(change)
+            self._expecting(change, put_in_place)
+
         async with self._publisher.tried(name, lambda: sources.open(path), pinned) as tried:
-            version = await self._executor.blocking(lambda: self._follower.blobs.put(tried.folder))
+            put = self._follower.blobs.put
+            version = await self._executor.blocking(lambda: put(tried.folder, accept))
             if version.digest != tried.info.digest:
                 message = "the adapter's files changed while it was loaded"
                 raise AdapterUnavailable(message, "lora_path")
@@ -73,22 +80,26 @@ class Releases:
         return version.digest
 
     async def _publish(self, change: Publish, put_in_place: bool, actor: str) -> None:
-        """Submit the change. Raises AdapterConflict if the name's main version has other content,
-        unless `put_in_place`."""
+        """Submit the change. Raises what `_expecting` does."""
         for attempt in range(_ATTEMPTS):
-            entry = self._follower.names.state.names.get(change.name, Name())
-            number = main_number(entry.route)
-            other = number and entry.versions[number].digest != change.version.digest
-            if other and not put_in_place:
-                message = f"The lora adapter {change.name!r} has already been loaded with other"
-                raise AdapterConflict(f"{message} content", "lora_name")
-            expect = None if put_in_place else entry.generation
             try:
-                await self._follower.submit(replace(change, expect=expect), actor)
+                await self._follower.submit(self._expecting(change, put_in_place), actor)
                 return
             except GenerationConflict:
                 if attempt == _ATTEMPTS - 1:
                     raise
+
+    def _expecting(self, change: Publish, put_in_place: bool) -> Publish:
+        """The change, with the generation at which it may be made. Raises AdapterConflict if the
+        name's main version has other content, unless `put_in_place`."""
+        if put_in_place:
+            return change
+        entry = self._follower.names.state.names.get(change.name, Name())
+        number = main_number(entry.route)
+        if number and entry.versions[number].digest != change.version.digest:
+            message = f"The lora adapter {change.name!r} has already been loaded with other content"
+            raise AdapterConflict(message, "lora_name")
+        return replace(change, expect=entry.generation)
 
     async def remove(self, name: str, actor: str, wait: Wait) -> str | None:
         """Forget a name. Unless `wait` is "commit", its requests here have ended. Returns the
