@@ -22,14 +22,14 @@ from weft.cli.cluster_top import run_cluster_top
 from weft.cli.main import app
 from weft.cli.releases import label
 from weft.core.errors import WeftError
-from weft.fleet import launchers
+from weft.fleet.launchers import fleet_port_of
 from weft.fleet.launchers.local import HOST, LocalLauncher
 from weft.publishing import publish
 
 
 def forked(self: LocalLauncher, name: str, port: int) -> Forked:
     """Start a node without the seconds in which Python imports."""
-    folder, fleet_port = self._folder, launchers.fleet_port_of(self._args, port)
+    folder, fleet_port = self._folder, fleet_port_of(port)
     with self._log(name).open("ab") as log:
         command = self._args.command(name, folder.members, folder.key, HOST, port, fleet_port)
         return start_weft(command, log)
@@ -39,7 +39,6 @@ def forked(self: LocalLauncher, name: str, port: int) -> Forked:
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a cluster's folder will be."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(launchers, "FLEET_PORT", free_port())
     monkeypatch.setattr(LocalLauncher, "_spawn", forked)
     before = signal.getsignal(signal.SIGTERM)
     yield tmp_path / "weft/clusters/default"

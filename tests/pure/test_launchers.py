@@ -141,7 +141,7 @@ def test_processes_are_started_again_after_growing_pauses(
     launcher = LocalLauncher(folder, ARGS, lambda: now[0])
     reconcile(launcher, [], ARGS.names)
     reconcile(launcher, [node.name for node in launcher.list()], ARGS.names)
-    assert folder.members.read_text().split() == ["127.0.0.1:7070", "127.0.0.1:7071"]
+    assert folder.members.read_text().split() == ["127.0.0.1:8070", "127.0.0.1:8071"]
     assert [node.state for node in launcher.list()] == ["starting", "up"]
     command = " ".join(started[1].command)
     assert command.startswith(f"{sys.executable} -m weft serve base --host 127.0.0.1 --port 9001")
@@ -161,7 +161,7 @@ def test_processes_are_started_again_after_growing_pauses(
     assert len(started) == 2 + 1100
 
     launcher.stop("node-1")
-    assert folder.members.read_text() == "127.0.0.1:7070\n"
+    assert folder.members.read_text() == "127.0.0.1:8070\n"
     launcher.stop_all()
     assert launcher.list() == []
 

@@ -139,7 +139,7 @@ def test_the_controller_starts_what_is_planned(
     assert servers[1].command[:4] == [sys.executable, "-m", "weft", "serve"]
     key = Path(servers[1].flag("--fleet-key"))
     assert len(key.read_text()) >= 32 and key.stat().st_mode & 0o077 == 0
-    wait_until(lambda: all(each.members == [f"{HOST}:707{i}" for i in (0, 1)] for each in servers))
+    wait_until(lambda: all(each.members == [f"{HOST}:807{i}" for i in (0, 1)] for each in servers))
     tick()
     assert len(servers) == 2
 
@@ -159,10 +159,10 @@ def test_a_node_that_comes_back_knows_all_that_it_has_to(
     ray.die(SPACE, "node-1")
     assert states(cluster) == {"node-0": "up", "node-1": "starting"}
     tick()
-    assert RayLauncher(ray, NAME).state.members["node-1"] == f"{HOST}:7071", "its server may go on"
+    assert RayLauncher(ray, NAME).state.members["node-1"] == f"{HOST}:8071", "its server may go on"
     ray.restart(SPACE, "node-1")
     assert servers[-1].command[1:4] == servers[1].command[1:4]
-    assert servers[-1].members == [f"{HOST}:7070", f"{HOST}:7071"]
+    assert servers[-1].members == [f"{HOST}:8070", f"{HOST}:8071"]
     assert states(cluster) == {"node-0": "up", "node-1": "up"}
 
 
@@ -181,7 +181,7 @@ def test_a_node_whose_machine_is_lost_goes_to_another(ray: FakeRay, cluster: Ray
     assert [*shown] == ["idle", "unplaced"]
     tick()
     assert not ray.actors[SPACE, "node-1"].num_unanswered, "Ray would keep the questions for it"
-    assert RayLauncher(ray, NAME).state.members["node-1"] == f"{HOST}:7071"
+    assert RayLauncher(ray, NAME).state.members["node-1"] == f"{HOST}:8071"
     ray.find_machine(SPACE, "node-1")
     assert states(cluster) == {"node-0": "up", "node-1": "up"}
 
@@ -216,7 +216,7 @@ def test_scaling(
     scaled(cluster, 1, monkeypatch)
     assert states(cluster) == {"node-0": "up"}
     assert [each.num_signals for each in servers] == [0, *[1] * 11], "they end by themselves"
-    wait_until(lambda: servers[0].members == [f"{HOST}:7070"] or (tick() is not None))
+    wait_until(lambda: servers[0].members == [f"{HOST}:8070"] or (tick() is not None))
     scaled(cluster, 0, monkeypatch)
     assert not ray.actors and not ray.stored
     cluster.create(ARGS)

@@ -16,8 +16,8 @@ from typing import Any, Final, Literal, Protocol
 
 from weft.core.errors import ConfigError
 
-FLEET_PORT = 7070
-"""The port at which the first node of a machine is reached by others; HTTP has 8000."""
+BELOW_HTTP = 930
+"""How much lower the port is at which other nodes reach a node, than its port for HTTP."""
 
 ON_RAY: Final = {"on": "ray"}
 """The content of the file that describes a cluster, if it is on Ray."""
@@ -98,9 +98,10 @@ class ClusterArgs:
         ]
 
 
-def fleet_port_of(args: ClusterArgs, port: int) -> int:
-    """The port at which other nodes reach the node with this HTTP port."""
-    return FLEET_PORT + port - args.port
+def fleet_port_of(port: int) -> int:
+    """The port at which other nodes reach the node with this HTTP port, from 1 to 65535: 7070 for
+    8000. It differs for nodes of different clusters on one machine, as their HTTP ports do."""
+    return (port - BELOW_HTTP - 1) % 65535 + 1
 
 
 class ClusterFolder:

@@ -143,7 +143,7 @@ class LocalLauncher:
         return f"http://{HOST}:{port}"
 
     def _tell(self) -> None:
-        ports = [fleet_port_of(self._args, node.port) for node in self._running.values()]
+        ports = [fleet_port_of(node.port) for node in self._running.values()]
         self._folder.tell_members([f"{HOST}:{port}" for port in ports])
 
     def _log(self, name: str) -> Path:
@@ -154,7 +154,7 @@ class LocalLauncher:
         return log.stat().st_size if log.exists() else 0
 
     def _spawn(self, name: str, port: int) -> subprocess.Popen[bytes]:
-        folder, fleet_port = self._folder, fleet_port_of(self._args, port)
+        folder, fleet_port = self._folder, fleet_port_of(port)
         command = self._args.command(name, folder.members, folder.key, HOST, port, fleet_port)
         with self._log(name).open("ab") as log:
             return subprocess.Popen(

@@ -65,7 +65,7 @@ class NodeActor:
         self._folder.key.write_text(plan.key)
         host = ray.util.get_node_ip_address()
         port = free_port(host, args.port_of(name))
-        fleet_port = free_port(host, fleet_port_of(args, args.port_of(name)))
+        fleet_port = free_port(host, fleet_port_of(args.port_of(name)))
         self._address, self._url = f"{host}:{fleet_port}", f"http://{host}:{port}"
         self._stopping = threading.Event()
         self._members: dict[str, str] = {}
