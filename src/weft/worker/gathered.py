@@ -16,7 +16,7 @@ from weft.models.weights import Weights
 
 
 class Part(NamedTuple):
-    """A tensor of which each rank has a part."""
+    """A weight, or some of its rows, of which each rank has a part."""
 
     kind: str
     """matrix, bias or norm."""
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class OtherShares(Protocol):
-    """Asks the other ranks about their parts of a tensor. Answers are in the order of the ranks.
+    """Asks the other ranks about their parts of a weight. Answers are in the order of the ranks.
     Raises WeftError."""
 
     def parts(self, part: Part, dtype: torch.dtype) -> Sequence[Tensor]:
@@ -46,8 +46,8 @@ class OtherShares(Protocol):
 
 
 class GatheredWeights(BaseWeights):
-    """The weights of a model that is divided over ranks. They are gathered only when an adapter
-    that is packed from them needs them."""
+    """The weights of a model that is divided over ranks. One is gathered only when an adapter that
+    is packed needs all of its values."""
 
     def __init__(self, model: LoadedModel, shards: Sequence[Shard], others: OtherShares) -> None:
         """`model`: the first rank's share. `shards`: all ranks'."""

@@ -256,11 +256,11 @@ class Peers:
         self, part: Part, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[torch.Tensor]:
         """See `OtherShares.row_squares`."""
-        rank = len(pairs[0][0])
+        adapter_rank = len(pairs[0][0])
         with parcels(len(self._peers)) as files:
             for file, pair in zip(files, pairs, strict=True):
                 fill(file, torch.cat([matrix.flatten() for matrix in pair]))
-            asked = self._ask(lambda call: SquaresOrder(call, part, rank), files)
+            asked = self._ask(lambda call: SquaresOrder(call, part, adapter_rank), files)
         return [torch.from_numpy(squares) for squares in _results(asked)]
 
     def stuck_s(self) -> dict[str, float]:

@@ -245,8 +245,9 @@ class RankLoop:
     def _squares(self, order: SquaresOrder) -> NDArray[np.float32]:
         with self._link.parcel(order.call) as file, aside(self._parts.model.device):
             part = order.part.of(self._parts.model.weights)
-            pair, end = content_of(file, torch.float32), order.rank * part.shape[1]
-            a, b = pair[:end].view(order.rank, -1), pair[end:].view(-1, order.rank)
+            pair, rank = content_of(file, torch.float32), order.adapter_rank
+            end = rank * part.shape[1]
+            a, b = pair[:end].view(rank, -1), pair[end:].view(-1, rank)
             return row_squares(part, a, b).numpy()
 
     def _data(self, call: int, where: DataPlace, num_elements: int) -> torch.Tensor:

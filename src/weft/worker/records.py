@@ -126,8 +126,8 @@ class SquaresOrder(NamedTuple):
 
     call: int
     part: Part
-    rank: int
-    """The rank of the adapter: A has as many rows."""
+    adapter_rank: int
+    """How many rows A has."""
 
 
 class CloseOrder(NamedTuple):
