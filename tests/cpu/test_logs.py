@@ -7,12 +7,14 @@ import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
+import huggingface_hub
 import pytest
 import tiny
 import torch
@@ -128,6 +130,16 @@ def test_a_second_call_replaces_the_first(capsys: Capture) -> None:
     configure_logging("info", json=True)
     logger.info("once")
     assert len(objects(capsys)) == 1
+
+
+def test_requests_to_the_hub_are_not_told(capsys: Capture) -> None:
+    """The hub's client is one of httpx, or in newer releases of httpx2."""
+    client = type(huggingface_hub.get_session())
+    library = sys.modules[client.__module__]
+    configure_logging("info", json=False)
+    transport = library.MockTransport(lambda _: library.Response(200))
+    assert client(transport=transport).get("https://hub").is_success
+    assert not capsys.readouterr().err
 
 
 # -- one line a request ----------------------------------------------------------------------------

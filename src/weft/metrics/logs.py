@@ -18,7 +18,7 @@ from typing import TextIO
 from weft.core.adapters import AdapterRef
 from weft.core.sampling import SamplingParams
 
-CHATTY = ("httpx", "httpcore", "asyncio", "opentelemetry", "urllib3")
+CHATTY = ("httpx", "httpx2", "httpcore", "httpcore2", "asyncio", "opentelemetry", "urllib3")
 """Loggers that are too verbose below warnings."""
 
 request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
