@@ -682,6 +682,15 @@ def test_a_name_that_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         LLM("nope")
 
 
+def test_a_repository_without_a_models_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The hub's client then names a folder that it has not made."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path / "no"))
+    with pytest.raises(ConfigError, match="acme/gguf is no base model: it has no config"):
+        LLM("acme/gguf")
+
+
 def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shutil.copytree(BASE, tmp_path, dirs_exist_ok=True)
     config = json.loads((BASE / "config.json").read_text())

@@ -238,15 +238,17 @@ def _download(name: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
+    at = f" at revision {revision}" if revision else ""
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=patterns)
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # of many kinds, from several libraries
-        at = f" at revision {revision}" if revision else ""
         raise ConfigError(
             f"{name}{at} is neither a local folder nor a model that can be downloaded: {error}",
             "model",
         ) from error
-    return resolve_model(Path(folder))
+    if not folder.is_dir():  # as the repository has no such files
+        raise ConfigError(f"{name}{at} is no base model: it has no config.json", "model")
+    return resolve_model(folder)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
