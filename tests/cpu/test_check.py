@@ -14,12 +14,14 @@ import pytest
 import tiny
 import torch
 from command_line import CliRunner
+from huggingface_hub import DryRunFileInfo
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 from weft import LLM, SamplingParams
 from weft.cli.main import app
 from weft.core.errors import AdapterError
+from weft.core.files import CONFIG_FILE
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -316,7 +318,7 @@ def test_an_adapter_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def download(name: str, dry_run: bool = False, **_: object) -> str | list[object]:
         if dry_run:
-            return []
+            return [DryRunFileInfo("1" * 40, 1, CONFIG_FILE, "", False, True)]
         asked.append(name)
         return str(tiny.ADAPTERS["sort"])
 

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from engines import MakeLLM
+from huggingface_hub import DryRunFileInfo
 from patience import PATIENCE_S
 from tiny import ADAPTERS, BASE, answer, ask
 
@@ -39,6 +40,7 @@ from weft.core.errors import (
     InvalidRequest,
     ModelNotFound,
 )
+from weft.core.files import CONFIG_FILE
 from weft.core.requests import EngineRequest
 from weft.core.sampling import StructuredOutputs
 from weft.llm import RequestOutput
@@ -532,7 +534,7 @@ def test_an_adapter_from_the_hub(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
 
     def download(name: str, dry_run: bool = False, **_: object) -> str | list[object]:
         if dry_run:
-            return []
+            return [DryRunFileInfo("1" * 40, 1, CONFIG_FILE, "", False, True)]
         asked.append(name)
         return str(ADAPTERS["upper"])
 

@@ -287,7 +287,8 @@ def test_a_refused_load_leaves_the_pin_alone(world: World) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A hub that has acme/a, and acme/large whose weights have 1 TB; what is asked of it."""
+    """A hub that has acme/a, acme/large whose weights have 1 TB, and acme/gguf without files of an
+    adapter; what is asked of it."""
     calls: list[Any] = []
     folder = tmp_path / "hub" / "snapshot"
     folder.mkdir(parents=True)
@@ -309,6 +310,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             response = httpx.Response(404, request=asked)
             gone = RepositoryNotFoundError("404 Client Error", response=response)
             raise DryRunError("no access") from gone
+        if name == "acme/gguf":
+            return [] if dry_run else str(tmp_path / "hub" / "none")
         if name not in ("acme/a", "acme/large"):
             raise OSError("no route to host\nand much more")
         if not dry_run:
@@ -344,10 +347,13 @@ def test_adapters_from_the_hub(tmp_path: Path, hub: list[Any]) -> None:
         answer = await web.load("c", "acme/large")
         told = "'acme/large': adapter_model.safetensors is larger than 4294967296 bytes"
         assert answer.status_code == 400 and told in answer.json()["error"]["message"]
-        assert hub == [("acme/large", None, files)]
+        answer = await web.load("c", "hf://acme/gguf")
+        told = "'acme/gguf': it has no file adapter_config.json"
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, told)
+        assert hub == [(name, None, files) for name in ("acme/large", "acme/gguf")]
         for path in ("acme/../a", "/acme/a", "a/b/c", "acme/a@../x", "acme", "~/a"):
             assert (await web.load("c", path)).status_code in (400, 404)
-        assert len(hub) == 1
+        assert len(hub) == 2
 
     run(world, scenario)
     world.check()

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from weft.core.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterPathRefused
-from weft.core.files import ADAPTER_FILES, MAX_BYTES
+from weft.core.files import ADAPTER_FILES, CONFIG_FILE, MAX_BYTES
 from weft.core.folders import Folder, Roots, read_aside
 from weft.registry.allowed import BUCKETS, HUB, SCHEMES, WEB, Allowed
 from weft.registry.contents import MAX_ADAPTER_BYTES, Contents, cache_folder, not_kept
@@ -239,7 +239,7 @@ def fetch_adapter(hub_id: str, max_bytes: int) -> Folder:
     have `max_bytes`.
 
     This is slow, and work for a thread. Raises AdapterNotFound if the hub does not have it,
-    AdapterInvalid if a file is too large, AdapterError if it can't be fetched.
+    AdapterInvalid if it is no adapter or a file is too large, AdapterError if it can't be fetched.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -265,7 +265,7 @@ def fetch_adapter(hub_id: str, max_bytes: int) -> Folder:
 def _snapshot(name: str, revision: str | None, max_bytes: int) -> str:
     """The path of an adapter in the hub's cache. Its files are downloaded after their sizes are
     known, from the same commit; without the hub, what the cache has counts. Raises AdapterInvalid
-    for a file that is too large, and what the hub's client raises."""
+    if there are none or one is too large, and what the hub's client raises."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
 
@@ -277,12 +277,14 @@ def _snapshot(name: str, revision: str | None, max_bytes: int) -> str:
             return str(fetch(revision=revision, local_files_only=True))
         except LocalEntryNotFoundError:
             raise error.__cause__ or error from None
+    if not files:
+        raise AdapterInvalid(f"it has no file {CONFIG_FILE}", "lora_path")
     for file in files:
         most = MAX_BYTES.get(file.filename, max_bytes)
         if (file.file_size or 0) > most:
             message = f"{file.filename} is larger than {most} bytes, which it may have here"
             raise AdapterInvalid(message, "lora_path")
-    return str(fetch(revision=files[0].commit_hash if files else revision))
+    return str(fetch(revision=files[0].commit_hash))
 
 
 def _reason(error: Exception) -> str:
