@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ _caches = tempfile.TemporaryDirectory(prefix="weft-tests-")
 os.environ["XDG_CACHE_HOME"] = _caches.name
 # matplotlib reads all fonts of the machine when it finds no list of them in its cache.
 os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
+# Triton's interpreter multiplies with NumPy. Where the processor has AVX2 and no AVX-512, the bits
+# of a row then depend on the rows beside it, but not with the products for an older processor.
+if platform.machine() == "x86_64":
+    os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
 
 # CI runs the same examples every time; elsewhere every run explores.
 settings.register_profile(
