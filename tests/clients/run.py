@@ -67,10 +67,10 @@ class Tool(NamedTuple):
 
 
 CLIENTS: dict[str, Client | Tool] = {
-    "openai": Client("openai", ("openai==2.54.0",), "openai_client.py"),
-    "anthropic": Client("anthropic", ("anthropic==2.12.0",), "anthropic_client.py"),
+    "openai": Client("openai", ("openai==3.57.0",), "openai_client.py"),
+    "anthropic": Client("anthropic", ("anthropic==2.14.0",), "anthropic_client.py"),
     "litellm": Client("litellm, and its proxy", ("litellm[proxy]==1.106.2",), "litellm_client.py"),
-    "langchain": Client("LangChain", ("langchain-openai==1.7.3",), "langchain_client.py"),
+    "langchain": Client("LangChain", ("langchain-openai==1.7.4",), "langchain_client.py"),
     "llamaindex": Client(
         "LlamaIndex", ("llama-index-llms-openai-like==0.8.1",), "llamaindex_client.py"
     ),
