@@ -133,6 +133,7 @@ SCHEMAS: list[Any] = [
     *({"type": "string", "format": f} for f in ("date", "ipv4", "ipv6", "uuid", "email")),
     *({"type": "string", "format": f} for f in ("time", "date-time", "duration", "hostname")),
     {"const": {"a": [1, 'é\n"', None]}},
+    {"enum": ["Straße", "éa", "\x7fa", "\u2028a", "😀a", "\\xe9", "\\éa"]},
     {"type": ["string", "null"], "enum": ["a", 1, None, 'q"']},
     {"type": "array", "minItems": 1, "maxItems": 3, "items": {"enum": ["x", 2.5]}},
     {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "minItems": 2},
@@ -144,10 +145,10 @@ SCHEMAS: list[Any] = [
         "title": "annotations don't matter",
         "properties": {
             "a": {"type": "string", "maxLength": 3, "description": "x", "default": ""},
-            'k"\n\\é': {"type": "integer"},
+            'k"\n\\éa': {"type": "integer"},
             "c": {"type": ["boolean", "null"]},
         },
-        "required": ['k"\n\\é'],
+        "required": ['k"\n\\éa'],
         "additionalProperties": False,
     },
     {

@@ -24,6 +24,9 @@ _CHARACTER = (
     r'\1 ::= ([^\\0-\\x1f\\"\\\\\\uD800-\\uDFFF] | "\\\\" [\\"\\\\/bfnrt] '
     r'| "\\\\u00" [01] [0-9a-f])'
 )
+_BYTE = re.compile(r"(\\\\)|\\x([0-9a-f]{2})")
+"""A character that xgrammar writes by two digits, or an escaped backslash. It reads more digits
+where more follow: \\xdfe as one character, and not as "ße"."""
 
 
 def refusal_of(error: Exception) -> WeftError:
@@ -130,7 +133,8 @@ class Compiler:
         grammar = self._xgrammar.Grammar.from_json_schema(
             text, any_whitespace=False, separators=(",", ":")
         )
-        return _BOUNDED_STRING.sub(_CHARACTER, str(grammar))
+        rules = _BYTE.sub(lambda found: found[1] or rf"\u00{found[2]}", str(grammar))
+        return _BOUNDED_STRING.sub(_CHARACTER, rules)
 
     def _tag(self, tag: Any) -> Any:
         """A structural tag, or a part of one, with its schemas made enforceable."""
