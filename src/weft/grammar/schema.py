@@ -7,7 +7,7 @@ what was asked for, never wider:
 
 - objects with `properties` hold no others unless `additionalProperties` says so, and hold them in
   the schema's order;
-- `pattern` matches whole strings, and `.` no line break.
+- `pattern` matches whole strings, `.` no line break, and no class a character that JSON escapes.
 
 Enforced: type, const, enum, anyOf, oneOf (if its branches exclude each other), allOf (of one),
 `$ref` (to `#`, `#/$defs/...`, `#/definitions/...`); pattern, format, minLength, maxLength; minimum,
@@ -68,17 +68,19 @@ _DATE = (
 _HOUR_MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_HOUR_MINUTE}:[0-5][0-9](\\.[0-9]{{1,6}})?(Z|[+-]{_HOUR_MINUTE})"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_MAILBOX, _LABEL = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+", "[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
+_POINTER = "(/([^/~]|~[01])*)*"
 _PATTERN_OF_FORMAT = {
     "date": _DATE,
     "date-time": f"{_DATE}T{_TIME}",
+    "email": f"{_MAILBOX}(\\.{_MAILBOX})*@{_LABEL}(\\.{_LABEL})*",
     "ipv4": f"{_BYTE}(\\.{_BYTE}){{3}}",
+    "json-pointer": _POINTER,
+    "relative-json-pointer": f"(0|[1-9][0-9]*)(#|{_POINTER})",
     "time": _TIME,
 }
-"""Used instead of xgrammar's own, which allow February 31 and leading zeros."""
-_FORMATS = _names(
-    "duration email hostname ipv6 json-pointer relative-json-pointer uri uri-reference "
-    "uri-template uuid"
-)
+"""Used instead of xgrammar's own, which allow February 31, leading zeros and what is no JSON."""
+_FORMATS = _names("duration hostname ipv6 uri uri-reference uri-template uuid")
 """Others that xgrammar enforces."""
 _MAX_COUNTED = 64
 """With minProperties or maxProperties: the grammar grows with the cube of the properties."""
@@ -95,6 +97,20 @@ _REPEAT = re.compile(r"\\.|[*+?]|\{[0-9,]+\}", re.DOTALL)
 _ATOM = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|c[A-Za-z]|.)|\[\^?|.", re.DOTALL)
 _CLASS_WITHOUT = r"[^\ud800-\udfff"
 """The beginning of a class of what it names not, nor surrogates, which are no text."""
+_CLASS_IN_JSON_WITHOUT = rf'{_CLASS_WITHOUT}"\\\x00-\x1f'
+"""The same, nor what JSON escapes in strings."""
+_GAPS = {'"': "!#", "\\": r"\[\]", "\ud800": "\ud7ff\ue000"}
+"""What a range in a class of a JSON string leaves out, and the characters around that."""
+_CLASSES_IN_JSON = {
+    r"\s": " ",
+    r"\S": "!#-\\[\\]-\x9f\xa1-\ud7ff\ue000-\U0010ffff",
+    r"\D": " !#-/:-\\[\\]-\ud7ff\ue000-\U0010ffff",
+    r"\W": " !#-/:-@\\[\\]^`{-\ud7ff\ue000-\U0010ffff",
+}
+"""The members that these classes have in JSON strings."""
+_BY_GRAMMAR = "\xe9{0}"
+"""Adds nothing to a pattern. But xgrammar makes patterns of ASCII characters alone into automata,
+some of which allow too much: that of `5(x[0-9]+)?` allows 59. It makes others into rules."""
 _CODE = re.compile(r"\\[ux]([0-9a-fA-F]+)")
 _UNKNOWN_ESCAPE = re.compile(r"\\(?![dDwWsSnrtfv])[a-zA-Z1-9]")
 
@@ -124,45 +140,76 @@ def check_repeats(pattern: str) -> None:
 
 
 def enforceable_regex(pattern: str, in_json: bool = False) -> str:
-    """The expression in xgrammar's dialect, with its usual meaning.
+    """The expression in xgrammar's dialect, with its usual meaning. Classes in a pattern of a JSON
+    string have no characters that JSON must escape.
 
     Raises InvalidRequest for anchors inside, for escapes that xgrammar would read as letters, and,
-    for a pattern of a JSON string, for characters that JSON must escape.
+    for a pattern of a JSON string, for characters by themselves that JSON must escape.
     """
     check_repeats(pattern)
+    without = _CLASS_IN_JSON_WITHOUT if in_json else _CLASS_WITHOUT
     atoms: list[str] = []
-    in_class = ""
+    in_class, begin = "", 0
     for match in _ATOM.finditer(pattern):
         atom = match[0]
+        if atom == "\\":
+            raise refusal("a regular expression can't end with a backslash")
         if _UNKNOWN_ESCAPE.fullmatch(atom):
             raise refusal(f"{atom} in a regular expression is not supported")
         if in_json and in_class != "[^" and _needs_escape(atom):
             raise refusal(f"a pattern with {atom!r}, which JSON escapes, is not supported")
         if in_class:
+            if atom == "]" and in_json and in_class == "[":
+                atoms[begin:] = _members_in_json(atoms[begin:])
             in_class = "" if atom == "]" else in_class
         elif atom.startswith("["):
-            in_class = atom
-            atom = _CLASS_WITHOUT if atom == "[^" else atom
+            in_class, begin = atom, len(atoms) + 1
+            atom = without if atom == "[^" else atom
         elif atom == ".":
-            atom = rf"{_CLASS_WITHOUT}\n\r]"
+            atom = rf"{without}\n\r]"
         elif atom in (r"\D", r"\W", r"\S"):
-            atom = rf"{_CLASS_WITHOUT}{atom.lower()}]"
+            atom = rf"{without}{atom.lower()}]"
+        elif atom == r"\s" and in_json:
+            atom = " "
         elif (atom == "^" and match.start() > 0) or (atom == "$" and match.end() < len(pattern)):
             raise refusal(f"{atom} inside a regular expression is not supported")
+        elif atom in "^$":
+            continue  # the whole text has to match in any case
         atoms.append(atom)
-    return "".join(atoms)
+    return "".join(atoms) + (_BY_GRAMMAR if in_json else "")
+
+
+def _members_in_json(atoms: list[str]) -> list[str]:
+    """The members of a class, without those that JSON must escape in strings."""
+    members: list[str] = []
+    n = 0
+    while n < len(atoms):
+        if n + 2 < len(atoms) and atoms[n + 1] == "-":
+            low, high = _char(atoms[n]), _char(atoms[n + 2])
+            around = [ends for gap, ends in _GAPS.items() if low < gap < high]
+            members += [atoms[n], "-".join(["", *around, ""]), atoms[n + 2]]
+            n += 3
+        else:
+            members.append(_CLASSES_IN_JSON.get(atoms[n], atoms[n]))
+            n += 1
+    return members
 
 
 def _needs_escape(atom: str) -> bool:
     """Whether an atom of a regular expression is a character that JSON strings must escape."""
+    char = _char(atom)
+    return char < " " or char in '"\\'
+
+
+def _char(atom: str) -> str:
+    """The character that an atom of a regular expression stands for; U+0000 for any control
+    character that has a letter."""
     code = _CODE.fullmatch(atom)
     if code is not None:
-        char = chr(int(code[1], 16))
-    elif atom[0] == "\\":
-        char = "\0" if atom[1] in "nrtfv0c" else atom[1]
-    else:
-        char = atom
-    return char < " " or char in '"\\'
+        return chr(int(code[1], 16))
+    if atom[0] == "\\":
+        return "\0" if atom[1] in "nrtfv0c" else atom[1]
+    return atom
 
 
 class _Checker:
@@ -387,7 +434,7 @@ def _check_string(checked: dict[str, Any]) -> None:
         name = str(checked["format"])
         if name in _PATTERN_OF_FORMAT:
             del checked["format"]
-            checked["pattern"] = _PATTERN_OF_FORMAT[name]
+            checked["pattern"] = enforceable_regex(_PATTERN_OF_FORMAT[name], in_json=True)
         elif name not in _FORMATS:
             raise refusal(f"the format {name[:40]!r} can't be enforced")
     elif "pattern" in checked:
