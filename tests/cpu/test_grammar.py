@@ -142,6 +142,9 @@ SCHEMAS: list[Any] = [
     {"type": "array", "minItems": 1, "maxItems": 3, "items": {"enum": ["x", 2.5]}},
     {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "minItems": 2},
     {"type": "array", "maxItems": 2, "uniqueItems": False},
+    {"type": "array", "unevaluatedItems": False, "prefixItems": [{"enum": [1, 2, 3]}]},
+    {"anyOf": [{"type": "array", "unevaluatedItems": False}, {"enum": [1, 2, 3]}]},
+    {"anyOf": [{"type": "object", "unevaluatedProperties": False}, {"enum": [1, 2, 3]}]},
     {"type": "object"},
     {"type": "object", "maxProperties": 2, "minProperties": 1},
     {
@@ -219,6 +222,8 @@ UNENFORCED: list[tuple[str, Any]] = [
     ("uniqueItems", {"type": "array", "uniqueItems": True}),
     ("contains", {"type": "array", "contains": {"const": 5}}),
     ("contains", {"contains": {"const": 5}}),
+    ("contains", {"type": "array", "contains": False}),
+    ("propertyNames", {"type": "object", "propertyNames": False}),
     ("schema must be", {"type": "array", "items": [{"type": "integer"}]}),
     ("propertyNames", {"type": "object", "propertyNames": {"pattern": "a"}}),
     ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),

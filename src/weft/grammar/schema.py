@@ -54,6 +54,12 @@ _UNENFORCED = dict.fromkeys(_KEYWORDS, _names()) | {
         "propertyNames dependentRequired dependentSchemas dependencies unevaluatedProperties"
     ),
 }
+_CLOSING = {
+    "array": ("unevaluatedItems", "items"),
+    "object": ("unevaluatedProperties", "additionalProperties"),
+}
+"""Keywords which, if they are false, allow no more than what the schema lists, and the keyword that
+says the same to xgrammar."""
 _NEVER = ("not", "if", "$dynamicRef", "$recursiveRef")
 _WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 """Keywords that xgrammar takes for the whole schema."""
@@ -237,9 +243,12 @@ class _Checker:
             if kind not in _KEYWORDS:
                 raise refusal(f"{kind!r} is not a type of JSON")
             for key in sorted(_UNENFORCED[kind] & schema.keys()):
-                if schema[key] is not False:
+                if schema[key] is not False or key in ("contains", "propertyNames"):
                     raise refusal(f"{key!r} can't be enforced for type {kind!r}")
             checked |= {key: schema[key] for key in sorted(_KEYWORDS[kind] & schema.keys())}
+            closing, listed = _CLOSING.get(kind, ("", ""))
+            if closing in schema:
+                checked.setdefault(listed, False)
         _check_values(checked)
         if "string" in types:
             _check_string(checked)
