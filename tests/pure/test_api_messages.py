@@ -332,6 +332,12 @@ def test_other_errors(world: World) -> None:
         assert last.startswith("event: error\n")
         error = json.loads(last.split("data: ")[1])
         assert error["type"] == "error" and error["error"]["type"] == "overloaded_error"
+        world.engine.fail_after, world.engine.ending = None, "abort"  # as the server stops
+        answer = await web.post(PATH, ASK)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "overloaded_error"
+        answer = await web.post(PATH, {**ASK, "stream": True})
+        assert "event: error\n" in answer.text and "message_delta" not in answer.text
 
     run(world, scenario)
 

@@ -407,6 +407,11 @@ def test_errors_of_the_engine(world: World) -> None:
         assert (
             json.loads(last.removeprefix("event: error\ndata: "))["error"]["code"] == "engine_dead"
         )
+        world.engine.fail_after, world.engine.ending = None, "abort"  # as the server stops
+        answer = await web.post(PATH, body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+        answer = await web.post(PATH, {**body, "stream": True})
+        assert "event: error\n" in answer.text and "response.completed" not in answer.text
 
     run(world, scenario)
 

@@ -25,7 +25,7 @@ from weft.cli.connections import http_config
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
 from weft.core.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable, EngineDead
 from weft.core.files import content_digest
-from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
+from weft.core.requests import EngineRequest, FinishReason, TokenEvent, TokenLogprob
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Tenant
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
@@ -81,6 +81,8 @@ class EchoEngine:
         self.on_hold: Callable[[], Awaitable[None]] | None = None
         self.fail_after: tuple[int, Exception] | None = None
         self.tokens_per_event = 1
+        self.ending: FinishReason = "stop"
+        """Why an answer ends that is not too long."""
         self.close_s = 0.0
         """How long an abort takes."""
         self.in_use: list[AdapterRef | None] = []
@@ -133,7 +135,7 @@ class EchoEngine:
                 return
             ids = ids + self.adapters[request.adapter.digest]
         assert params.max_tokens is not None
-        finish, reason = "stop", None
+        finish, reason = self.ending, None
         for n, token in enumerate(ids):
             if token in params.stop_token_ids:
                 ids, reason = ids[: n + 1], token
@@ -149,7 +151,7 @@ class EchoEngine:
                 request.request_id,
                 part,
                 None if params.logprobs is None else [self._logprob(t, params) for t in part],
-                finish if last else None,  # type: ignore[arg-type]
+                finish if last else None,
                 reason if last else None,
                 num_cached_tokens=1,
                 prompt_logprobs=self._prompt_logprobs(request) if not start else None,

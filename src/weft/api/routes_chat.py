@@ -27,7 +27,7 @@ from weft.api.reading import read_request
 from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
 from weft.api.templating import newest_that_fit, template_kwargs
-from weft.core.errors import InvalidRequest
+from weft.core.errors import EngineDead, InvalidRequest
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.serving import Pinned
@@ -259,6 +259,12 @@ class Reader:
         called = part.finish_reason == "stop" and self.calls
         self.finish_reason = "tool_calls" if called else part.finish_reason
         return piece
+
+    def check_whole(self) -> None:
+        """Raise EngineDead if the server stopped before the answer had ended, where the API has no
+        name for that."""
+        if self.finish_reason == "abort":
+            raise EngineDead("the server stopped before the answer had ended")
 
     @property
     def has_reasoning(self) -> bool:

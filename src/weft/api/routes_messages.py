@@ -69,6 +69,7 @@ class _Message:
         reader, blocks = turn.reader(), _Blocks()
         for _ in [*blocks.add(reader.feed(output)), *blocks.close()]:
             pass
+        reader.check_whole()
         shown = self._shown(output, reader)
         return shown | {"content": blocks.whole(), **self._ending(reader, output)}
 
@@ -86,6 +87,7 @@ class _Message:
                         yield {"type": "ping"}
                     for event in blocks.add(reader.feed(delta)):
                         yield event
+        reader.check_whole()
         for event in blocks.close():
             yield event
         ending = self._ending(reader, output)

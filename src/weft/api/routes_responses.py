@@ -98,6 +98,7 @@ class _Response:
                     output.add(delta)
                     for _ in self._add(delta, reader, items):
                         pass
+        reader.check_whole()
         for _ in items.close(_status(reader)):
             pass
         return self._ended(output, reader, items)
@@ -123,6 +124,7 @@ class _Response:
                     output.add(delta)
                     for event in self._add(delta, reader, items):
                         yield numbered(event)
+        reader.check_whole()
         for event in items.close(_status(reader)):
             yield numbered(event)
         ended = self._ended(output, reader, items)
