@@ -203,9 +203,14 @@ def test_json_satisfies_its_schema(bench: Bench, schema: Any) -> None:
         checker.validate(json.loads(text))
 
 
-def test_a_string_of_bounded_length_may_hold_escapes(bench: Bench) -> None:
-    texts = list(bench.texts(json_form({"type": "string", "minLength": 30}), 10))
+@pytest.mark.parametrize(("least", "most", "num"), [(30, 40, 10), (0, 1, 200), (1, 1, 200)])
+def test_a_string_of_bounded_length_may_hold_escapes(
+    bench: Bench, least: int, most: int, num: int
+) -> None:
+    schema = {"type": "string", "minLength": least, "maxLength": most}
+    texts = list(bench.texts(json_form(schema), num))
     assert any("\\" in text for text in texts)
+    assert all(least <= len(json.loads(text)) <= most for text in texts)
 
 
 UNENFORCED: list[tuple[str, Any]] = [

@@ -17,12 +17,11 @@ from weft.grammar.schema import enforceable, enforceable_regex, refusal
 from weft.grammar.vocabulary import Vocabulary
 
 _LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+:\d+: |Check failed: .*? is false: ")
-_BOUNDED_STRING = re.compile(r'^(\w+) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
-"""xgrammar's rule for the characters of a string with minLength or maxLength. It allows control
+_BOUNDED = r"[^\"\\\r\n]"
+"""xgrammar's class for the characters of a string with minLength or maxLength. It allows control
 characters, which JSON does not, and no escapes, which texts need."""
 _CHARACTER = (
-    r'\1 ::= ([^\\0-\\x1f\\"\\\\\\uD800-\\uDFFF] | "\\\\" [\\"\\\\/bfnrt] '
-    r'| "\\\\u00" [01] [0-9a-f])'
+    r'character ::= ([^\0-\x1f\"\\\uD800-\uDFFF] | "\\" [\"\\/bfnrt] | "\\u00" [01] [0-9a-f])'
 )
 _BYTE = re.compile(r"(\\\\)|\\x([0-9a-f]{2})")
 """A character that xgrammar writes by two digits, or an escaped backslash. It reads more digits
@@ -134,7 +133,7 @@ class Compiler:
             text, any_whitespace=False, separators=(",", ":")
         )
         rules = _BYTE.sub(lambda found: found[1] or rf"\u00{found[2]}", str(grammar))
-        return _BOUNDED_STRING.sub(_CHARACTER, rules)
+        return f"{rules.replace(_BOUNDED, 'character')}\n{_CHARACTER}"
 
     def _tag(self, tag: Any) -> Any:
         """A structural tag, or a part of one, with its schemas made enforceable."""
