@@ -422,6 +422,12 @@ def function(name: str) -> dict[str, Any]:
         (CHAT, {"messages": HI, "tools": [function("f")]}, "tools"),
         (CHAT, {"messages": HI, "tools": [function("f"), function("f")]}, "tools"),
         (CHAT, {"messages": HI, "tools": [function("f g")]}, "tools[0].function.name"),
+        (
+            CHAT,
+            {"messages": HI, "tool_choice": {"type": "function", "name": "f"}},
+            "tool_choice.function",
+        ),
+        (CHAT, {"messages": HI, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice"),
         (CHAT, {"messages": HI, "tool_choice": "maybe"}, "tool_choice"),
         (

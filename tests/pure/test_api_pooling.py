@@ -139,7 +139,7 @@ def test_pairs_are_scored_and_documents_ranked(make_world: MakeWorld) -> None:
         ("/score", {"text_1": "x", "text_2": "x" * 65}, 400, "text_2"),
         ("/rerank", {"query": "x", "documents": []}, 400, "documents"),
         ("/rerank", {"query": "x" * 65, "documents": ["y"]}, 400, "query"),
-        ("/rerank", {"query": "x", "documents": [{"title": "y"}]}, 400, None),
+        ("/rerank", {"query": "x", "documents": [{"title": "y"}]}, 400, "documents[0].text"),
         ("/rerank", {"query": "x", "documents": ["y"], "max_tokens_per_doc": 9}, 400, None),
     ],
 )

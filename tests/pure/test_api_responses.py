@@ -362,6 +362,8 @@ def test_stored_responses_are_bounded(puts: list[tuple[str, int, bool]]) -> None
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "some"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),

@@ -14,6 +14,7 @@ from weft.core.errors import InvalidRequest
 from weft.core.sampling import StructuredOutputs
 from weft.text.templates import joined_text
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 MAX_MESSAGES = 2048
@@ -111,6 +112,16 @@ TextOr = Annotated[
 ]
 """A text or a list of type T, decided by what is there, so that an error names its place."""
 
+
+def _string_or_object(value: Any) -> str:
+    return "<object>" if isinstance(value, dict | BaseModel) else "<string>"
+
+
+StringOr = Annotated[
+    Annotated[S, Tag("<string>")] | Annotated[T, Tag("<object>")],
+    Discriminator(_string_or_object),
+]
+"""A string of type S or an object of type T, likewise."""
 
 FUNCTION_NAME = "^[a-zA-Z0-9_.-]{1,128}$"
 """More than OpenAI's 64: agents join the names of servers and of their tools."""
@@ -264,7 +275,7 @@ class Conversation(BaseModel):
         }
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = StringOr[Literal["none", "auto", "required"], NamedTool]
 
 
 class JsonSchema(ClosedBody):

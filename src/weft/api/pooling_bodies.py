@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from weft.api.bodies import Known, LenientBody, TextOr, bounded
+from weft.api.bodies import Known, LenientBody, StringOr, TextOr, bounded
 from weft.api.schemas import HARMLESS, MAX_PROMPTS, ModelBody, Prompt
 from weft.core.errors import InvalidRequest
 
@@ -82,7 +82,7 @@ class RerankBody(PoolingBody):
     }
 
     query: str
-    documents: Annotated[list[str | Document], bounded(MAX_PROMPTS, least=1)]
+    documents: Annotated[list[StringOr[str, Document]], bounded(MAX_PROMPTS, least=1)]
     top_n: int | None = Field(None, ge=0)
     """How many of the best are told; 0 and null: all."""
     return_documents: bool | None = None

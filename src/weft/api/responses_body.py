@@ -21,6 +21,7 @@ from weft.api.bodies import (
     Message,
     NamedTool,
     ResponseFormat,
+    StringOr,
     Take,
     TextOr,
     ToolCall,
@@ -161,7 +162,7 @@ class ResponsesBody(ModelBody):
     top_p: float | None = None
     text: TextConfig | None = None
     tools: Annotated[list[FunctionTool], bounded(MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: StringOr[Literal["none", "auto", "required"], NamedFunction] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     stream: bool | None = None
