@@ -546,6 +546,7 @@ ODD_KEYS = [
         ("olmo3", {"properties": {f"p{n}": {} for n in range(99)}}, "would be too large"),
         ("gemma4", {"properties": {"p": {"enum": 5}}}, "'enum'"),
         ("gemma4", {"properties": {"p": {"type": "string", "pattern": "a"}}}, "'pattern'"),
+        ("gemma4", {"properties": {"p": {"type": "string", "format": "date"}}}, "'format'"),
         ("gemma4", {"properties": {"p": {"type": "string", "maxLength": "9"}}}, "a length"),
         ("gemma4", {"properties": {"p": {"$ref": "#/$defs/none"}}}, "'$ref' to '#/$defs/none'"),
         ("gemma4", {"properties": {"p": {"$ref": "#"}}}, "nesting deeper than"),

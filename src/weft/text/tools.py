@@ -343,6 +343,7 @@ class _Parameters:
         listed = [schema["const"]] if "const" in schema else schema.get("enum")
         if listed is not None:
             return {"type": "or", "elements": self._listed(listed, kind)}
+        _without(frozenset({"format"}), schema)
         low, high = schema.get("minLength", 0), schema.get("maxLength")
         if type(low) is not int or type(high) not in (int, type(None)):
             raise _unenforced("a length that is no integer")
