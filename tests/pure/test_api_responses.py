@@ -276,6 +276,8 @@ def test_going_on_from_a_stored_response(world: World) -> None:
         assert first.store is True
         stored = await web.get(f"{PATH}/{first.id}")
         assert Response.model_validate(stored.json()) == first
+        streamed = await web.get(f"{PATH}/{first.id}?stream=true")
+        assert (streamed.status_code, streamed.json()["error"]["param"]) == (400, "stream")
         call_id = first.output[2].call_id  # type: ignore[union-attr]
         output = [{"type": "function_call_output", "call_id": call_id, "output": "noon"}]
         *_, last = await events_of(

@@ -13,10 +13,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from weft.api.bodies import CalledFunction, Message, ToolCall
+from weft.api.bodies import CalledFunction, Message, ToolCall, ignored_fields
 from weft.api.generation import call_arguments, chat_logprobs, naming
 from weft.api.http import ERRORS, STREAMED, EventStream, answer, body_of, json_response
-from weft.api.reading import read_request
+from weft.api.reading import note_ignored, read_request
 from weft.api.responses_body import FIELDS, ResponsesBody
 from weft.api.routes_chat import Reader, Turn
 from weft.api.schemas import ChatBody
@@ -56,8 +56,11 @@ def response_routes(service: Service) -> APIRouter:
         return await answer(request, made.whole(), pinned.release, headers)
 
     @router.get("/v1/responses/{response_id}")
-    async def retrieve_response(response_id: str) -> Response:
-        """A stored response of one's own."""
+    async def retrieve_response(request: Request, response_id: str) -> Response:
+        """A stored response of one's own. It is not streamed."""
+        known = {"stream": ("false",)}
+        strict = service.settings.strict_fields
+        note_ignored(request, ignored_fields(request.query_params, known, strict=strict))
         return json_response(kept.get(tenant(), response_id).shown)
 
     @router.delete("/v1/responses/{response_id}")
