@@ -221,6 +221,7 @@ UNENFORCED: list[tuple[str, Any]] = [
     ("JSON escapes", {"type": "string", "pattern": '^"$'}),
     ("JSON escapes", {"type": "string", "pattern": r"a\x0a"}),
     ("backslash", {"type": "string", "pattern": "a\\"}),
+    ("no end", {"type": "string", "pattern": "a[b"}),
     ("multipleOf", {"type": "number", "multipleOf": 0.5}),
     ("multipleOf", {"type": "integer", "multipleOf": 4096}),
     ("minimum", {"type": "integer", "multipleOf": 3, "minimum": 4}),
@@ -265,13 +266,24 @@ def test_what_would_not_be_enforced_is_refused_by_name(
     assert name.lower() in refusal(bench, json_form(schema)).lower()
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [r"a.{3}b", r"[a-z]{2,4}\d+", "", "a|bc|", r"(\w+ )*[^a]", r"^x\.y$", r"[.^$]\[", r"\u00e9+?"],
-)
+PATTERNS = [r"a.{3}b", r"[a-z]{2,4}\d+", "", "a|bc|", r"(\w+ )*[^a]", r"^x\.y$", r"[.^$]\["]
+PATTERNS += [r"\u00e9+?", r"[\^ab]{3}", r"[\^][\^-a]", r"[\xe9ab]{3}", r"\xe9a\x1fb[^\x1fa]"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_regex(bench: Bench, pattern: str) -> None:
     for text in bench.texts(StructuredOutputs(regex=pattern), 20):
         assert re.fullmatch(pattern, text, re.ASCII), text
+
+
+@pytest.mark.parametrize("pattern", ["[^a]", r"\D", r"[\s\S]", r"[\W\d]{2}", "[ -~]", r"[\^1]"])
+def test_a_pattern_leaves_what_it_names(bench: Bench, pattern: str) -> None:
+    assert bench.tokenizer is not None
+    quote, *rest = bench.tokenizer.encode('"1^~', add_special_tokens=False)
+    matcher = bench.compile(json_form({"type": "string", "pattern": pattern}))
+    matcher.accept(quote)
+    named = [i for i in rest if re.match(pattern, bench.tokenizer.decode([i] * 2))]
+    assert named and set(named) <= set(bench.allowed(matcher))
 
 
 def test_choice(bench: Bench) -> None:

@@ -103,7 +103,7 @@ _REPEAT = re.compile(r"\\.|[*+?]|\{[0-9,]+\}", re.DOTALL)
 _ATOM = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|c[A-Za-z]|.)|\[\^?|.", re.DOTALL)
 _CLASS_WITHOUT = r"[^\ud800-\udfff"
 """The beginning of a class of what it names not, nor surrogates, which are no text."""
-_CLASS_IN_JSON_WITHOUT = rf'{_CLASS_WITHOUT}"\\\x00-\x1f'
+_CLASS_IN_JSON_WITHOUT = r'[^\x00-\x1f"\\\ud800-\udfff'
 """The same, nor what JSON escapes in strings."""
 _GAPS = {'"': "!#", "\\": r"\[\]", "\ud800": "\ud7ff\ue000"}
 """What a range in a class of a JSON string leaves out, and the characters around that."""
@@ -155,22 +155,28 @@ def enforceable_regex(pattern: str, in_json: bool = False) -> str:
     check_repeats(pattern)
     without = _CLASS_IN_JSON_WITHOUT if in_json else _CLASS_WITHOUT
     atoms: list[str] = []
-    in_class, begin = "", 0
+    in_class = ""
+    members: list[str] = []
     for match in _ATOM.finditer(pattern):
-        atom = match[0]
+        atom = _without_code(match[0])
         if atom == "\\":
             raise refusal("a regular expression can't end with a backslash")
         if _UNKNOWN_ESCAPE.fullmatch(atom):
             raise refusal(f"{atom} in a regular expression is not supported")
         if in_json and in_class != "[^" and _needs_escape(atom):
             raise refusal(f"a pattern with {atom!r}, which JSON escapes, is not supported")
-        if in_class:
-            if atom == "]" and in_json and in_class == "[":
-                atoms[begin:] = _members_in_json(atoms[begin:])
-            in_class = "" if atom == "]" else in_class
+        if in_class and atom != "]":
+            members.append(atom)
+            continue
+        if in_class == "[^":
+            atom = f"{without}{''.join(members)}]"
+            in_class = ""
+        elif in_class:
+            atom = _class_of(_members_in_json(members) if in_json else members)
+            in_class = ""
         elif atom.startswith("["):
-            in_class, begin = atom, len(atoms) + 1
-            atom = without if atom == "[^" else atom
+            in_class, members = atom, []
+            continue
         elif atom == ".":
             atom = rf"{without}\n\r]"
         elif atom in (r"\D", r"\W", r"\S"):
@@ -182,7 +188,33 @@ def enforceable_regex(pattern: str, in_json: bool = False) -> str:
         elif atom in "^$":
             continue  # the whole text has to match in any case
         atoms.append(atom)
+    if in_class:
+        raise refusal("a class in a regular expression has no end")
     return "".join(atoms) + (_BY_GRAMMAR if in_json else "")
+
+
+def _without_code(atom: str) -> str:
+    """The same atom. A character that is written as its code becomes the character itself, where
+    xgrammar takes that: it would read the letters and digits that follow as more of the code."""
+    if _CODE.fullmatch(atom) is None:
+        return atom
+    char = _char(atom)
+    if char == "\0" or "\ud800" <= char <= "\udfff":
+        return atom
+    if char in "\t\n\r":
+        return repr(char)[1:-1]
+    return f"\\{char}" if char in r"\^$.|?*+()[]{}-" else char
+
+
+def _class_of(members: list[str]) -> str:
+    """The class of these members. A caret at its beginning goes to the end: there xgrammar takes
+    one for the sign of a class of what it names not, also if it is escaped."""
+    if members == [r"\^"]:
+        return r"\^"
+    if members[:1] == [r"\^"]:
+        is_range = members[1] == "-" and len(members) > 2
+        members = [*(["_"] if is_range else []), *members[1:], r"\^"]
+    return f"[{''.join(members)}]"
 
 
 def _members_in_json(atoms: list[str]) -> list[str]:
