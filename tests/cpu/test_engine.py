@@ -42,7 +42,7 @@ from weft.fleet import client as client_module
 from weft.fleet import process as process_module
 from weft.fleet.client import LinkClient
 from weft.fleet.process import start_process
-from weft.grammar.schema import FIELD
+from weft.grammar.regex import FIELD
 from weft.text import load_tokenizer
 
 _folder = tempfile.TemporaryDirectory(prefix="weft-tests-")

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from weft.core.sampling import StructuredOutputs
-from weft.grammar.schema import check_repeats, refusal
+from weft.grammar.regex import check_repeats, refusal
 
 MAX_BYTES = 64 * 1024
 """The most bytes that the texts of one form may have together."""

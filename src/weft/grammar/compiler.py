@@ -13,7 +13,8 @@ from weft.core.errors import WeftError
 from weft.core.sampling import StructuredOutputs
 from weft.grammar.check import parse
 from weft.grammar.matcher import GrammarMatcher
-from weft.grammar.schema import enforceable, enforceable_regex, refusal
+from weft.grammar.regex import enforceable_regex, refusal
+from weft.grammar.schema import enforceable
 from weft.grammar.vocabulary import Vocabulary
 
 _LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+:\d+: |Check failed: .*? is false: ")

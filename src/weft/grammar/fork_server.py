@@ -25,7 +25,7 @@ from weft.core.forked import WorkerTask, run_fork_server
 from weft.core.processes import freeze_heap
 from weft.core.sampling import StructuredOutputs
 from weft.grammar.compiler import Compiler, Limits, refusal_of
-from weft.grammar.schema import refusal
+from weft.grammar.regex import refusal
 from weft.grammar.trial import try_masks
 from weft.grammar.vocabulary import Vocabulary
 

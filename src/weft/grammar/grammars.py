@@ -24,7 +24,7 @@ from weft.grammar.check import check_form
 from weft.grammar.compiler import Compiler, Limits
 from weft.grammar.matcher import GrammarMatcher
 from weft.grammar.processes import CompilerProcesses
-from weft.grammar.schema import refusal
+from weft.grammar.regex import refusal
 from weft.grammar.vocabulary import Vocabulary
 from weft.grammar.waiting import WaitingForms
 from weft.text import Tokenizer

@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.core.errors import WeftError
 from weft.grammar.aside import run_aside
-from weft.grammar.schema import refusal
+from weft.grammar.regex import refusal
 from weft.grammar.vocabulary import Vocabulary
 from weft.schedule.masks import words_of
 from weft.schedule.plan import Words

@@ -13,7 +13,7 @@ from weft.core.sampling import StructuredOutputs
 from weft.core.stalls import StallWatch, process_clock
 from weft.grammar.compiler import Limits
 from weft.grammar.fork_server import COMMAND, MAX_COMPILED_BYTES, FormAnswer, Setup
-from weft.grammar.schema import FIELD, refusal
+from weft.grammar.regex import FIELD, refusal
 from weft.grammar.vocabulary import Vocabulary
 
 _ANSWER = msgspec.msgpack.Decoder(FormAnswer)

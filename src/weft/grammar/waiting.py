@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from weft.core.errors import Overloaded
 from weft.core.sampling import StructuredOutputs
 from weft.core.tenants import Tenant
-from weft.grammar.schema import FIELD
+from weft.grammar.regex import FIELD
 
 MAX_FORMS = 4096
 """How many forms of one tenant may wait or be compiled, unless its caps say otherwise."""

@@ -1,0 +1,149 @@
+"""Rewrites regular expressions so that xgrammar reads them with their usual meaning."""
+
+from __future__ import annotations
+
+import re
+
+from weft.core.errors import InvalidRequest
+
+FIELD = "structured_outputs"
+
+MAX_REPEATS = 1000
+"""How many repetitions a regular expression may have: the time that they take to be compiled, and
+to be followed, grows with the square of their number."""
+_REPEAT = re.compile(r"\\.|[*+?]|\{[0-9,]+\}", re.DOTALL)
+_ATOM = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|c[A-Za-z]|.)|\[\^?|.", re.DOTALL)
+_CLASS_WITHOUT = r"[^\ud800-\udfff"
+"""The beginning of a class of what it names not, nor surrogates, which are no text."""
+_CLASS_IN_JSON_WITHOUT = r'[^\x00-\x1f"\\\ud800-\udfff'
+"""The same, nor what JSON escapes in strings."""
+_GAPS = {'"': "!#", "\\": r"\[\]", "\ud800": "\ud7ff\ue000"}
+"""What a range in a class of a JSON string leaves out, and the characters around that."""
+_CLASSES_IN_JSON = {
+    r"\s": " ",
+    r"\S": "!#-\\[\\]-\x9f\xa1-\ud7ff\ue000-\U0010ffff",
+    r"\D": " !#-/:-\\[\\]-\ud7ff\ue000-\U0010ffff",
+    r"\W": " !#-/:-@\\[\\]^`{-\ud7ff\ue000-\U0010ffff",
+}
+"""The members that these classes have in JSON strings."""
+_BY_GRAMMAR = "\xe9{0}"
+"""Adds nothing to a pattern. But xgrammar makes patterns of ASCII characters alone into automata,
+some of which allow too much: that of `5(x[0-9]+)?` allows 59. It makes others into rules."""
+_CODE = re.compile(r"\\[ux]([0-9a-fA-F]+)")
+_UNKNOWN_ESCAPE = re.compile(r"\\(?![dDwWsSnrtfv])[a-zA-Z1-9]")
+
+
+def refusal(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"structured_outputs: {reason}", FIELD)
+
+
+def check_repeats(pattern: str) -> None:
+    """Raise InvalidRequest for a regular expression with too many repetitions."""
+    repeats = sum(not match[0].startswith("\\") for match in _REPEAT.finditer(pattern))
+    if repeats > MAX_REPEATS:
+        raise refusal(f"more than {MAX_REPEATS} repetitions in a regular expression")
+
+
+def enforceable_regex(pattern: str, in_json: bool = False) -> str:
+    """The expression in xgrammar's dialect, with its usual meaning. Classes in a pattern of a JSON
+    string have no characters that JSON must escape.
+
+    Raises InvalidRequest for anchors inside, for escapes that xgrammar would read as letters, and,
+    for a pattern of a JSON string, for characters by themselves that JSON must escape.
+    """
+    check_repeats(pattern)
+    without = _CLASS_IN_JSON_WITHOUT if in_json else _CLASS_WITHOUT
+    atoms: list[str] = []
+    in_class = ""
+    members: list[str] = []
+    for match in _ATOM.finditer(pattern):
+        atom = _without_code(match[0])
+        if atom == "\\":
+            raise refusal("a regular expression can't end with a backslash")
+        if _UNKNOWN_ESCAPE.fullmatch(atom):
+            raise refusal(f"{atom} in a regular expression is not supported")
+        if in_json and in_class != "[^" and _needs_escape(atom):
+            raise refusal(f"a pattern with {atom!r}, which JSON escapes, is not supported")
+        if in_class and atom != "]":
+            members.append(atom)
+            continue
+        if in_class == "[^":
+            atom = f"{without}{''.join(members)}]"
+            in_class = ""
+        elif in_class:
+            atom = _class_of(_members_in_json(members) if in_json else members)
+            in_class = ""
+        elif atom.startswith("["):
+            in_class, members = atom, []
+            continue
+        elif atom == ".":
+            atom = rf"{without}\n\r]"
+        elif atom in (r"\D", r"\W", r"\S"):
+            atom = rf"{without}{atom.lower()}]"
+        elif atom == r"\s" and in_json:
+            atom = " "
+        elif (atom == "^" and match.start() > 0) or (atom == "$" and match.end() < len(pattern)):
+            raise refusal(f"{atom} inside a regular expression is not supported")
+        elif atom in "^$":
+            continue  # the whole text has to match in any case
+        atoms.append(atom)
+    if in_class:
+        raise refusal("a class in a regular expression has no end")
+    return "".join(atoms) + (_BY_GRAMMAR if in_json else "")
+
+
+def _without_code(atom: str) -> str:
+    """The same atom. A character that is written as its code becomes the character itself, where
+    xgrammar takes that: it would read the letters and digits that follow as more of the code."""
+    if _CODE.fullmatch(atom) is None:
+        return atom
+    char = _char(atom)
+    if char == "\0" or "\ud800" <= char <= "\udfff":
+        return atom
+    if char in "\t\n\r":
+        return repr(char)[1:-1]
+    return f"\\{char}" if char in r"\^$.|?*+()[]{}-" else char
+
+
+def _class_of(members: list[str]) -> str:
+    """The class of these members. A caret at its beginning goes to the end: there xgrammar takes
+    one for the sign of a class of what it names not, also if it is escaped."""
+    if members == [r"\^"]:
+        return r"\^"
+    if members[:1] == [r"\^"]:
+        is_range = members[1] == "-" and len(members) > 2
+        members = [*(["_"] if is_range else []), *members[1:], r"\^"]
+    return f"[{''.join(members)}]"
+
+
+def _members_in_json(atoms: list[str]) -> list[str]:
+    """The members of a class, without those that JSON must escape in strings."""
+    members: list[str] = []
+    n = 0
+    while n < len(atoms):
+        if n + 2 < len(atoms) and atoms[n + 1] == "-":
+            low, high = _char(atoms[n]), _char(atoms[n + 2])
+            around = [ends for gap, ends in _GAPS.items() if low < gap < high]
+            members += [atoms[n], "-".join(["", *around, ""]), atoms[n + 2]]
+            n += 3
+        else:
+            members.append(_CLASSES_IN_JSON.get(atoms[n], atoms[n]))
+            n += 1
+    return members
+
+
+def _needs_escape(atom: str) -> bool:
+    """Whether an atom of a regular expression is a character that JSON strings must escape."""
+    char = _char(atom)
+    return char < " " or char in '"\\'
+
+
+def _char(atom: str) -> str:
+    """The character that an atom of a regular expression stands for; U+0000 for any control
+    character that has a letter."""
+    code = _CODE.fullmatch(atom)
+    if code is not None:
+        return chr(int(code[1], 16))
+    if atom[0] == "\\":
+        return "\0" if atom[1] in "nrtfv0c" else atom[1]
+    return atom
