@@ -28,7 +28,8 @@ _CLASSES_IN_JSON = {
 """The members that these classes have in JSON strings."""
 _BY_GRAMMAR = "\xe9{0}"
 """Adds nothing to a pattern. But xgrammar makes patterns of ASCII characters alone into automata,
-some of which allow too much: that of `5(x[0-9]+)?` allows 59. It makes others into rules."""
+and those of groups may allow too much: that of `5(x[0-9]+)?` allows 59. It makes others into rules,
+which are right, and take longer to follow."""
 _CODE = re.compile(r"\\[ux]([0-9a-fA-F]+)")
 _UNKNOWN_ESCAPE = re.compile(r"\\(?![dDwWsSnrtfv])[a-zA-Z1-9]")
 
@@ -89,7 +90,8 @@ def enforceable_regex(pattern: str, in_json: bool = False) -> str:
         atoms.append(atom)
     if in_class:
         raise refusal("a class in a regular expression has no end")
-    return "".join(atoms) + (_BY_GRAMMAR if in_json else "")
+    is_plain = not any(atom in ("(", "|") or atom.startswith("[^") for atom in atoms)
+    return "".join(atoms) + (_BY_GRAMMAR if in_json and not is_plain else "")
 
 
 def _without_code(atom: str) -> str:
