@@ -31,6 +31,7 @@ from weft import LLM, SamplingParams
 from weft.core.adapters import AdapterSource
 from weft.core.errors import (
     AdapterConflict,
+    AdapterInvalid,
     AdapterNotFound,
     AdapterPathRefused,
     AdapterUnavailable,
@@ -527,6 +528,14 @@ def test_a_load_that_fails(make_llm: MakeLLM, tmp_path: Path) -> None:
     assert texts(llm.chat(ask("hello"), GREEDY, "a")) == ["HELLO"]
     with pytest.raises(AdapterNotFound):
         make_llm(adapters={"a": tmp_path})
+
+
+def test_a_configuration_nested_too_deeply(make_llm: MakeLLM, tmp_path: Path) -> None:
+    adapter = copy_adapter("upper", tmp_path)
+    (adapter / "adapter_config.json").write_text('{"a":' * 50_000 + "1" + "}" * 50_000)
+    with pytest.raises(AdapterInvalid) as caught:
+        make_llm().load_adapter("deep", adapter)
+    assert caught.value.param == "adapter_config.json"
 
 
 def test_an_adapter_from_the_hub(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ def trained_on(config: bytes) -> str | None:
     """`base_model_name_or_path` of an adapter_config.json; None if it has none."""
     try:
         stated = json.loads(config)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     name = stated.get("base_model_name_or_path") if isinstance(stated, dict) else None
     return None if name is None else str(name)
