@@ -373,7 +373,8 @@ KINDS: dict[str, Kind] = {
     "DoRA and bias: all": Kind(lora(ATTENTION, bias="all", use_dora=True), BIASED),
     "modules_to_save: head": Kind(lora(modules_to_save=["lm_head"])),
     "modules_to_save: embedding": Kind(lora(modules_to_save=["embed_tokens"])),
-    "modules_to_save: both": Kind(lora(modules_to_save=ENDS, use_dora=True)),
+    # peft makes no LoRA of targets that are saved.
+    "modules_to_save: both": Kind(lora([*ATTENTION, *ENDS], modules_to_save=ENDS, use_dora=True)),
     "modules_to_save: a few rows": Kind(lora(modules_to_save=ENDS), change=restore_most_rows),
     "modules_to_save: norms": Kind(lora(modules_to_save=["norm"])),
     "modules_to_save: last norm": Kind(lora(modules_to_save=["model.norm"])),

@@ -131,6 +131,8 @@ class PeftConfig:
         """(field, reason) by which the config leaves out a module in spite of `target_modules`."""
         if _selects(self.exclude_modules, module, default=False):
             return "exclude_modules", f"excludes {module}, which the file adapts"
+        if any(f".{entry}." in f".{module}." for entry in self.modules_to_save):
+            return "modules_to_save", f"says that {module} is whole, but the file adapts it"
         if self.layers_to_transform is None:
             return None
         in_full = isinstance(self.target_modules, tuple) and module in self.target_modules
