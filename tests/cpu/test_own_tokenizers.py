@@ -203,6 +203,9 @@ def write(name: str, text: str) -> Callable[[Path], object]:
         (write("chat_template.jinja", "{% if %}"), "chat_template.jinja", "malformed"),
         (write("chat_template.jinja", "x" * 5000), "chat_template.jinja", "larger"),
         (write("added_tokens.json", '{"<tag>": 5}'), "added_tokens.json", "another id"),
+        (write("added_tokens.json", '{"<tag>": null}'), "added_tokens.json", "no tokenizer"),
+        (write("added_tokens.json", "[1]"), "added_tokens.json", "object"),
+        (write("special_tokens_map.json", "{"), "special_tokens_map.json", "JSON"),
         (lambda folder: (folder / "tokenizer.json").symlink_to("/etc/hosts"), "lora_path", "link"),
     ],
 )

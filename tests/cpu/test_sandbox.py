@@ -499,6 +499,7 @@ def test_adapters_templates_can_be_ignored(monkeypatch: pytest.MonkeyPatch) -> N
         ({"tokenizer.json": rust(added_tokens=[token])}, "tokenizer.json"),
         ({"added_tokens.json": b'{"<tag>": 999}'}, "added_tokens.json"),
         ({"tokenizer.json": b"{"}, "tokenizer.json"),
+        ({"added_tokens.json": b"["}, "added_tokens.json"),
     ):
         with pytest.raises(AdapterInvalid) as caught:
             tokenizers.load(files)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from weft.text.sandbox.jobs import LoadTokenizer
 from weft.text.sandbox.pool import Sandbox
 from weft.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 MAX_KEPT = 32
 """How many unused tokenizers are kept, for adapters that will bring the same files."""
 
@@ -166,16 +167,20 @@ class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
+def _decoded(files: Mapping[str, bytes], name: str, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(files.get(name, b"{}"), type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        _refuse(name, f"can't be read to see whether it adds tokens ({error})")
+
+
 def _check_ignored(files: Mapping[str, bytes], base: Tokenizer) -> None:
     """Raises AdapterInvalid for a tokenizer with tokens that the base's lacks."""
     name, _, _, more, _ = TOKENIZER_FILES
-    try:
-        added = msgspec.json.decode(files.get(name, b"{}"), type=_TokenizerFile).added_tokens
-        tokens = {token.content: (token.id, name) for token in added}
-        others = msgspec.json.decode(files.get(more, b"{}"), type=dict[str, int])
-        tokens |= {token: (token_id, more) for token, token_id in others.items()}
-    except (msgspec.DecodeError, RecursionError) as error:
-        _refuse(name, f"can't be read to see whether it adds tokens ({error})")
+    added = _decoded(files, name, _TokenizerFile).added_tokens
+    tokens = {token.content: (token.id, name) for token in added}
+    others = _decoded(files, more, dict[str, int])
+    tokens |= {token: (token_id, more) for token, token_id in others.items()}
     vocab = base.vocab() if tokens else {}
     for token, (token_id, file) in tokens.items():
         if vocab.get(token) != token_id:

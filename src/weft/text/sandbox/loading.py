@@ -15,7 +15,7 @@ from weft.text.sandbox.jobs import LoadedTokenizer, LoadTokenizer, TokenTable
 from weft.text.sandbox.limits import MAX_TEMPLATE_BYTES
 from weft.text.tokenizer import Tokenizer
 
-_TOKENIZER, _CONFIG, _, _ADDED, _TEMPLATE = TOKENIZER_FILES
+_TOKENIZER, _CONFIG, _SPECIAL, _ADDED, _TEMPLATE = TOKENIZER_FILES
 _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 """Transformers' own, which marks the text of assistants."""
 
@@ -81,7 +81,7 @@ def _tokenizer(job: LoadTokenizer) -> Tokenizer:
     """The tokenizer of the files. It is loaded from copies in a folder of their own, so that
     nothing else can be read by way of them."""
     files, folder = job.files, Path(job.folder)
-    config = _object(files, _CONFIG)
+    config, *_ = (_object(files, name) for name in (_CONFIG, _SPECIAL, _ADDED))
     if config.get("auto_map"):
         _refuse(_CONFIG, "auto_map asks for remote code, which is never run")
     config = {name: value for name, value in config.items() if not name.endswith("_file")}
@@ -101,7 +101,7 @@ def _tokenizer(job: LoadTokenizer) -> Tokenizer:
     try:
         return Tokenizer.from_folder(folder)
     except BaseException as error:  # of whatever kind the broken file provokes, panics too
-        first = next((file for file in (_TOKENIZER, _CONFIG) if file in files), _TEMPLATE)
+        first = next(file for file in TOKENIZER_FILES if file in files)
         reason = " ".join(str(error).split()).replace(job.folder, "")[:300]
         _refuse(first, f"no tokenizer can be made of it ({reason})")
 
