@@ -837,6 +837,7 @@ def test_layer_types_that_disagree_are_refused(
         ("gemma4", "per_layer_config", {"5": {"head_dim": 4}}),
         ("gemma4-moe", "top_k_experts", None),
         ("llama", "per_layer_config", {"1": {"head_dim": 4}}),
+        ("qwen3.5", "layer_types", ["linear_attention"] * 4),
     ],
 )
 def test_layers_that_would_be_computed_wrongly_are_refused(

@@ -41,6 +41,8 @@ def _qwen3_5(hf: Any) -> LinearConfig | None:
     layers = tuple(kind == "linear_attention" for kind in hf.layer_types)
     if not any(layers):
         return None
+    if all(layers):
+        raise ConfigError("layer_types names no full_attention, which is needed", "layer_types")
     return LinearConfig(
         layers=layers,
         num_keys=hf.linear_num_key_heads,
