@@ -230,6 +230,16 @@ def _rename(config: dict[str, Any], tensors: Tensors) -> None:
     tensors["base_model.model.model.layers.9.mlp.up_proj.lora_A.weight"] = torch.ones(2, 2)
 
 
+def _quantize(config: dict[str, Any], tensors: Tensors) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that these are to go one day
+        tensors[FIRST] = torch.quantize_per_tensor(tensors[FIRST], 0.1, 0, torch.qint8)
+
+
+def _name_oddly(config: dict[str, Any], tensors: Tensors) -> None:
+    tensors["\ud800"] = torch.ones(2, 2)
+
+
 def _spoil(value: object) -> Callable[[dict[str, Any], dict[str, Any]], None]:
     def spoil(_: dict[str, Any], tensors: dict[str, Any]) -> None:
         tensors[min(tensors)] = value
@@ -254,6 +264,8 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (_spoil(torch.ones(4, 128, device="meta")), FIRST),
         (_spoil(torch.ones(4, 128).to_sparse()), FIRST),
         (_spoil([1.0]), FIRST),
+        (_quantize, FIRST),
+        (_name_oddly, '"\\ud800"'),
     ],
 )
 def test_what_is_refused(

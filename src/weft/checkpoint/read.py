@@ -330,8 +330,8 @@ def _listed(value: object) -> list[object]:
 
 
 def _checked(name: object) -> str:
-    if not isinstance(name, str):
-        refuse(show(str(name)), "a name must be a string")
+    if not isinstance(name, str) or not name.isprintable():
+        refuse(show(str(name)), "a name must be a printable string")
     return name
 
 
@@ -342,6 +342,8 @@ def _copy(name: str, tensor: object) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         kind = getattr(tensor, "layout", type(tensor).__name__)
         refuse(name, f"must be a dense tensor, got {show(str(kind))}")
+    if tensor.is_quantized:
+        refuse(name, f"must not be quantized, got {show(str(tensor.dtype))}")
     served = {getattr(torch, dtype) for dtype in DTYPES.values()}
     odd = tensor.is_floating_point() and tensor.dtype not in served
     dtype = torch.float32 if odd else tensor.dtype
