@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -795,6 +796,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
         ({"architectures": [[]]}, "architectures"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"num_attention_heads": -1}, "num_attention_heads"),
+        ({"head_dim": -2}, "head_dim"),
+        ({"intermediate_size": -1}, "intermediate_size"),
+        ({"intermediate_size": 2**70}, "intermediate_size"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings"),
+        (rope("linear", factor=[2.0]), "rope_parameters"),
+        (rope("linear", factor=0), "rope_parameters"),
+        (rope("yarn", original_max_position_embeddings=16, beta_fast=math.inf), "rope_parameters"),
         ({"num_hidden_layers": 2**70}, "num_hidden_layers"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
     ],
@@ -838,6 +847,7 @@ def test_layer_types_that_disagree_are_refused(
         ("gemma4-moe", "top_k_experts", None),
         ("llama", "per_layer_config", {"1": {"head_dim": 4}}),
         ("qwen3.5", "layer_types", ["linear_attention"] * 4),
+        ("gemma3", "query_pre_attn_scalar", 0),
     ],
 )
 def test_layers_that_would_be_computed_wrongly_are_refused(

@@ -189,6 +189,12 @@ def test_other_files_are_read_as_transformers_does_or_not_at_all(raw: Raw, tmp_p
     assert answered
 
 
+def test_what_phi_3_can_not_have_is_left_to_transformers() -> None:
+    partial = {"rope_scaling": {**LONGROPE, "partial_rotary_factor": []}}
+    for change in ({"num_attention_heads": 0}, partial):
+        assert read_stated(PUBLISHED["Phi 4 mini"] | change) is None
+
+
 def test_transformers_is_not_imported() -> None:
     code = (
         "import sys; from weft.models.config import load_model_config;"

@@ -102,8 +102,9 @@ class ModelConfig:
                     f"num_attention_heads {self.num_heads}",
                     "num_key_value_heads",
                 )
-            if layer.head_dim % 2:
-                raise ConfigError(f"head_dim must be even, got {layer.head_dim}", "head_dim")
+            if layer.head_dim % 2 or not 2 <= layer.head_dim < 1 << 31:
+                message = f"head_dim must be even, positive and below 2**31, got {layer.head_dim}"
+                raise ConfigError(message, "head_dim")
             if rope is not None:
                 rope.check(layer.head_dim)
 
@@ -303,19 +304,23 @@ def _hf_config(folder: Path) -> Any:
         raise ConfigError(f"{folder / 'config.json'} is not valid: {error}", "model") from error
 
 
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "moe_intermediate_size", "max_position_embeddings"),
+)
 
 
 def _build(
     architecture: str, family: Family, hf: Any, raw: dict[str, Any], eos_token_ids: tuple[int, ...]
 ) -> ModelConfig:
-    for name in _SIZES:
-        if not 1 <= (size := getattr(hf, name)) < 1 << 31:
-            raise ConfigError(f"{name} must be at least 1 and below 2**31, got {size}", name)
     ropes = family.ropes(hf)
     distinct = [p for i, p in enumerate(ropes) if p not in ropes[:i]]
     _check_activation(hf, family)
     layers = family.layers(hf)
+    for name in _SIZES:
+        size = getattr(hf, name, None)
+        if size is not None and not 1 <= size < 1 << 31:
+            raise ConfigError(f"{name} must be at least 1 and below 2**31, got {size}", name)
     shape = layers[0] if layers else None
     return ModelConfig(
         architecture=architecture,

@@ -72,11 +72,14 @@ def _granite_scales(hf: Any) -> Scales:
 
 
 def _gemma3_scales(hf: Any) -> Scales:
-    cap = hf.final_logit_softcapping
+    cap, scalar = hf.final_logit_softcapping, hf.query_pre_attn_scalar
+    if scalar <= 0:
+        message = f"query_pre_attn_scalar must be positive, got {scalar}"
+        raise ConfigError(message, "query_pre_attn_scalar")
     return Scales(
         embedding=float(hf.hidden_size) ** 0.5,
         rounds_embedding=True,
-        attention=float(hf.query_pre_attn_scalar) ** -0.5,
+        attention=float(scalar) ** -0.5,
         logit_cap=None if cap is None else float(cap),
     )
 

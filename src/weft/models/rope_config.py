@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -103,6 +104,10 @@ def read_rope(
             f"rope type {kind!r} is not served; these are: {', '.join(get_args(RopeType))}",
             "rope_parameters",
         )
+    for name in _NUMBERS & p.keys():
+        for value in p[name] if name in _FACTORS and isinstance(p[name], list) else [p[name]]:
+            if value is not None and not _is_number(value, positive=name in _POSITIVE):
+                raise ConfigError(f"{name} can't be {value!r:.80}", "rope_parameters")
     share = float(p.get("partial_rotary_factor", 1.0))
     if share != 1.0 and not partial and kind != "proportional":
         raise ConfigError("partial_rotary_factor other than 1 is not served", "rope_parameters")
@@ -124,6 +129,12 @@ def read_rope(
         read = {k: v for k, v in read.items() if v or not k.startswith("beta_")}
     theta = float(p["rope_theta"])
     return RopeConfig(theta, kind, partial_rotary_factor=share, interleaved=interleaved, **read)
+
+
+def _is_number(value: object, positive: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return (value > 0 if positive else value >= 0) and value <= sys.float_info.max
 
 
 def with_query_growth(rope: RopeConfig, parameters: Mapping[str, Any]) -> RopeConfig:
@@ -148,3 +159,7 @@ _FIELDS: dict[RopeType, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "longrope": ((_ORIGINAL, "short_factor", "long_factor"), ("factor", "attention_factor")),
 }
 """By type: the required fields besides rope_theta, and the optional ones."""
+_FACTORS = frozenset({"short_factor", "long_factor"})
+_POSITIVE = _FACTORS | {"rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
+_NUMBERS = _POSITIVE | {"attention_factor", "beta_fast", "beta_slow", *_MSCALES, _ORIGINAL}
+_NUMBERS |= {"llama_4_scaling_beta", "partial_rotary_factor"}

@@ -73,8 +73,8 @@ def read_stated(raw: Mapping[str, Any]) -> SimpleNamespace | None:
         fields.setdefault("partial_rotary_factor", 1.0)
     if any(type(fields.get(name, ...)) not in types for name, types in (_COMMON | needed).items()):
         return None
-    rope = _rope(fields)
-    if rope is None or not (_set_sizes(fields) and _set_windows(fields)):
+    rope = _rope(fields) if _set_sizes(fields) and _set_windows(fields) else None
+    if rope is None:
         return None
     if any(type(layer) is not int for layer in fields.get("mlp_only_layers", [])):
         return None
@@ -144,6 +144,8 @@ def _phi3_rope(rope: dict[str, Any], fields: Mapping[str, Any]) -> bool:
     rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
     if rope["rope_type"] == "longrope":
         rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
+    if type(rope["partial_rotary_factor"]) not in (int, float):
+        return False
     rotated = fields["hidden_size"] // fields["num_attention_heads"] * rope["partial_rotary_factor"]
     lengths = {len(rope[name]) for name in _FACTORS if isinstance(rope.get(name), list)}
     return rope["rope_type"] in ("default", "longrope") and lengths <= {int(rotated) // 2}
