@@ -705,7 +705,7 @@ def test_a_repository_without_a_models_files(
 def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shutil.copytree(BASE, tmp_path, dirs_exist_ok=True)
     config = json.loads((BASE / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 1 << 40}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 1 << 30}))
     advice = r" \(--quantization .* see weft plan\)$"
     with pytest.raises(ConfigError, match=f"not enough memory .* can't allocate .*{advice}"):
         LLM(tmp_path, load_format="dummy")
