@@ -36,19 +36,21 @@ MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
 
 def key_to_send(context: typer.Context, param: typer.CallbackParam, given: str | None) -> str:
     """The key to send, or "" for none. WEFT_API_KEY may hold a server's list, `NAME=KEY,KEY`; then
-    the first key is sent, without its name."""
+    the first key is sent, without its name. A key that no header can hold is refused."""
     source = context.get_parameter_source(param.name or "")
-    if not given or source is None or source.name != "ENVIRONMENT":
-        return given or ""
-    key = next((part.strip() for part in given.split(",") if part.strip()), "")
-    if "=" not in key:
-        return key
-    from weft.api.settings import parse_key  # what else is there takes long to import
+    key = given or ""
+    if source is not None and source.name == "ENVIRONMENT":
+        key = next((part.strip() for part in key.split(",") if part.strip()), "")
+        if "=" in key:
+            from weft.api.settings import parse_key  # what else is there takes long to import
 
-    try:
-        return parse_key(key, "WEFT_API_KEY").secret
-    except ConfigError as error:
-        raise typer.BadParameter(error.message) from None
+            try:
+                return parse_key(key, "WEFT_API_KEY").secret
+            except ConfigError as error:
+                raise typer.BadParameter(error.message) from None
+    if not (key.isascii() and key.isprintable()):
+        raise typer.BadParameter("a key must be printable ASCII")
+    return key
 
 
 ApiKey = Annotated[
