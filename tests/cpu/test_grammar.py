@@ -286,6 +286,21 @@ def test_a_pattern_leaves_what_it_names(bench: Bench, pattern: str) -> None:
     assert named and set(named) <= set(bench.allowed(matcher))
 
 
+@pytest.mark.parametrize("pattern", [r"([\w-\.]+@)?x", r"[\w-\.]", r"[\s-_]{2}"])
+def test_a_hyphen_beside_a_class_is_one(bench: Bench, pattern: str) -> None:
+    meant = re.sub(r"-(.\]|\\.\])", r"\-\1", pattern)
+    for text in bench.texts(StructuredOutputs(regex=pattern), 10):
+        assert re.fullmatch(meant, text), text
+    for text in bench.texts(json_form({"type": "string", "pattern": pattern}), 10):
+        assert re.fullmatch(meant, json.loads(text)), text
+
+
+def test_a_group_may_have_a_name(bench: Bench) -> None:
+    pattern = "(?P<a>b|c)d"
+    assert {*bench.texts(StructuredOutputs(regex=pattern), 20)} == {"bd", "cd"}
+    assert {*bench.texts(json_form({"pattern": pattern}), 20)} == {'"bd"', '"cd"'}
+
+
 def test_choice(bench: Bench) -> None:
     choices = ("yes", "no", 'q"\\\n\té', "yesterday", "")
     assert {*bench.texts(StructuredOutputs(choice=choices), 60)} == {*choices}

@@ -13,7 +13,9 @@ MAX_REPEATS = 1000
 """How many repetitions a regular expression may have: the time that they take to be compiled, and
 to be followed, grows with the square of their number."""
 _REPEAT = re.compile(r"\\.|[*+?]|\{[0-9,]+\}", re.DOTALL)
-_ATOM = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|c[A-Za-z]|.)|\[\^?|.", re.DOTALL)
+_ATOM = re.compile(
+    r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|c[A-Za-z]|.)|\[\^?|\(\?P(?=<)|.", re.DOTALL
+)
 _CLASS_WITHOUT = r"[^\ud800-\udfff"
 """The beginning of a class of what it names not, nor surrogates, which are no text."""
 _CLASS_IN_JSON_WITHOUT = r'[^\x00-\x1f"\\\ud800-\udfff'
@@ -32,6 +34,7 @@ _BY_GRAMMAR = "\xe9{0}"
 some of which allow too much: that of `5(x[0-9]+)?` allows 59. It makes others into rules, which are
 right, and take ten times as long to follow."""
 _CODE = re.compile(r"\\[ux]([0-9a-fA-F]+)")
+_SET = re.compile(r"\\[dDwWsS]")
 _UNKNOWN_ESCAPE = re.compile(r"\\(?![dDwWsSnrtfv])[a-zA-Z1-9]")
 
 
@@ -70,10 +73,10 @@ def enforceable_regex(pattern: str, in_json: bool = False) -> str:
             members.append(atom)
             continue
         if in_class == "[^":
-            atom = f"{without}{''.join(members)}]"
+            atom = f"{without}{''.join(_members(members))}]"
             in_class = ""
         elif in_class:
-            atom = _class_of(_members_in_json(members) if in_json else members)
+            atom = _class_of(_members(members, in_json))
             in_class = ""
         elif atom.startswith("["):
             in_class, members = atom, []
@@ -86,6 +89,8 @@ def enforceable_regex(pattern: str, in_json: bool = False) -> str:
             atom = " "
         elif (atom == "^" and match.start() > 0) or (atom == "$" and match.end() < len(pattern)):
             raise refusal(f"{atom} inside a regular expression is not supported")
+        elif atom == "(?P":
+            atom = "(?"  # the name follows, which xgrammar reads without P only
         elif atom in "^$":
             continue  # the whole text has to match in any case
         atoms.append(atom)
@@ -97,8 +102,9 @@ def enforceable_regex(pattern: str, in_json: bool = False) -> str:
 def _has_right_automaton(atoms: list[str]) -> bool:
     """Whether xgrammar's automaton for a pattern allows what the pattern does. Tens of thousands of
     random patterns have shown where it may not: where there is `|`, or where a pattern with groups
-    has a group with `?` or anything with a number of repetitions."""
-    if "|" in atoms or any(atom.startswith("[^") for atom in atoms):
+    has a group with `?` or anything with a number of repetitions. Groups with names have not been
+    tried."""
+    if any(atom.startswith(("|", "[^", "(?")) for atom in atoms):
         return False
     return "(" not in atoms or ("{" not in atoms and (")", "?") not in pairwise(atoms))
 
@@ -122,23 +128,26 @@ def _class_of(members: list[str]) -> str:
     if members == [r"\^"]:
         return r"\^"
     if members[:1] == [r"\^"]:
-        is_range = members[1] == "-" and len(members) > 2
+        is_range = members[1].startswith("-")
         members = [*(["_"] if is_range else []), *members[1:], r"\^"]
     return f"[{''.join(members)}]"
 
 
-def _members_in_json(atoms: list[str]) -> list[str]:
-    """The members of a class, without those that JSON must escape in strings."""
+def _members(atoms: list[str], in_json: bool = False) -> list[str]:
+    """The members of a class, in a JSON string without those that JSON must escape. A hyphen beside
+    a class such as `\\w` stands for itself, and is escaped, as all that make no range."""
     members: list[str] = []
     n = 0
     while n < len(atoms):
-        if n + 2 < len(atoms) and atoms[n + 1] == "-":
-            low, high = _char(atoms[n]), _char(atoms[n + 2])
-            around = [ends for gap, ends in _GAPS.items() if low < gap < high]
-            members += [atoms[n], "-".join(["", *around, ""]), atoms[n + 2]]
+        ends = atoms[n : n + 3 : 2]
+        if atoms[n + 1 : n + 2] == ["-"] and len(ends) == 2 and not any(map(_SET.fullmatch, ends)):
+            low, high = map(_char, ends)
+            around = [gap for char, gap in _GAPS.items() if in_json and low < char < high]
+            members += [ends[0], "-".join(["", *around, ""]), ends[1]]
             n += 3
         else:
-            members.append(_CLASSES_IN_JSON.get(atoms[n], atoms[n]))
+            atom = r"\-" if atoms[n] == "-" else atoms[n]
+            members.append(_CLASSES_IN_JSON.get(atom, atom) if in_json else atom)
             n += 1
     return members
 
