@@ -27,7 +27,7 @@ from weft.cli.summary import summary
 from weft.cli.watch import merge
 from weft.core.errors import ConfigError, Unreachable
 from weft.core.stats import EngineInfo
-from weft.fleet.launchers import ClusterArgs, ClusterFolder, Placed
+from weft.fleet.launchers import ClusterArgs, ClusterFolder, Placed, fleet_port_of
 from weft.fleet.launchers import local as local_module
 from weft.fleet.launchers.found import find_nodes, find_urls
 from weft.fleet.launchers.local import ERROR, MAX_FAILED, MAX_PAUSE_S, LocalLauncher
@@ -190,6 +190,13 @@ def test_nodes_that_never_get_ready_are_given_up(
             launcher.tend()
             now[0] += MAX_PAUSE_S
     assert len(started) == starts
+
+
+def test_ports_of_nodes_are_for_all_users() -> None:
+    ports = [fleet_port_of(port) for port in range(1024, 65536)]
+    assert fleet_port_of(8000) == 7070
+    assert len({*ports}) == len(ports) and min(ports) == 1024 and max(ports) == 65535
+    assert 1024 <= fleet_port_of(1) <= 65535
 
 
 def test_nodes_that_others_start_are_found(tmp_path: Path) -> None:

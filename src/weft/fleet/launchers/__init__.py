@@ -99,9 +99,10 @@ class ClusterArgs:
 
 
 def fleet_port_of(port: int) -> int:
-    """The port at which other nodes reach the node with this HTTP port, from 1 to 65535: 7070 for
-    8000. It differs for nodes of different clusters on one machine, as their HTTP ports do."""
-    return (port - BELOW_HTTP - 1) % 65535 + 1
+    """The port at which other nodes reach the node with this HTTP port: 7070 for 8000, and none
+    below 1024, which only root may have. It differs for nodes of different clusters on one machine,
+    as their HTTP ports do."""
+    return (port - BELOW_HTTP - 1024) % (65536 - 1024) + 1024
 
 
 class ClusterFolder:
