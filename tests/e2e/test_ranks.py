@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 
 import httpx
 import pytest
 from adapter_kinds import FAMILIES, KINDS, SERVED, make_base
 from engines import MakeLLM
 from golden_cases import NAMES, TIGHT, Case, Expected, assert_right, interleaved, run, workload
+from patience import PATIENCE_S
 from rank_cases import killed, ranks
 from serving import serving_here, until
 from test_fidelity import BLOCK, EXPERTS, PARTS, World, check
@@ -23,6 +25,10 @@ from tiny import ADAPTERS
 from watched_ranks import checksums, watch_all
 
 from weft import SamplingParams
+from weft.core.errors import EngineDead
+from weft.worker.gathered import Part
+from weft.worker.parcels import parcels
+from weft.worker.records import PartOrder
 
 __all__ = ["workload"]
 
@@ -136,6 +142,26 @@ def test_images_go_past_the_orders_that_steps_wait_behind(make_llm: MakeLLM) -> 
 
     for pid in (os.getpid(), others._peers[0].process.pid):
         until(lambda pid=pid: not open_parcels(pid), "a parcel is left open")
+
+
+def test_a_rank_that_is_gone_while_it_is_asked(make_llm: MakeLLM) -> None:
+    """An error that says so, and not that of a socket."""
+    llm = make_llm(adapters={}, **TWO)
+    others = llm._client.engine._worker._others
+    process, lose, asked = others._peers[0].process, others._lose, Event()
+
+    def lose_once_asked(message: str) -> None:
+        asked.wait(PATIENCE_S)
+        lose(message)
+
+    others._lose = lose_once_asked
+    process.kill()
+    process.wait()
+    with parcels(1) as files:
+        (answer,) = others._ask(lambda call: PartOrder(call, Part("norm", "")), files)
+    asked.set()
+    with pytest.raises(EngineDead, match="rank 1"):
+        answer.result(PATIENCE_S)
 
 
 @pytest.fixture(scope="class")

@@ -18,6 +18,7 @@ import logging
 import mmap
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -26,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
 from typing import Any
 
 import torch
@@ -93,12 +93,13 @@ class _Peer:
 
     rank: int
     process: subprocess.Popen[bytes]
+    link: socket.socket
     connection: Connection
+    """The same socket."""
     silent_s: float = 0.0
     """For how long it has given no sign of life. Pauses of the machine, or of the container, do not
     count, since it is paused too."""
     stuck_s: dict[str, float] = field(default_factory=dict)
-    sending: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Peers:
@@ -144,7 +145,7 @@ class Peers:
         self._peers: list[_Peer] = []
         for rank, bell in zip(others, bells, strict=True):
             process, link = spawn([ring_fd, bell, self.host_fd])
-            peer = _Peer(rank, process, Connection(link.detach()))
+            peer = _Peer(rank, process, link, Connection(os.dup(link.fileno())))
             self._peers.append(peer)
             setup = RankSetup(args, rank, parent_pid, str(self._folder.path), _logs())
             with contextlib.suppress(OSError):  # `_listen` sees that it is gone
@@ -289,6 +290,7 @@ class Peers:
                 peer.process.wait(max(deadline - time.monotonic(), 0.01))
             peer.process.kill()
             peer.process.wait()
+            peer.link.close()
         self._ring.close()
         os.close(self.host_fd)
         self._folder.remove()
@@ -321,9 +323,8 @@ class Peers:
             for peer, future in zip(self._peers, futures, strict=True):
                 self._waiting[call, peer.rank] = future
         for peer, file in zip(self._peers, files, strict=False):
-            with peer.sending:
-                peer.connection.send_bytes(call.to_bytes(8, "little"))
-                send_handle(peer.connection, file, peer.process.pid)
+            with contextlib.suppress(OSError):  # `_listen` sees that it is gone
+                socket.send_fds(peer.link, [call.to_bytes(8, "little")], [file])
         self._send(order(call))
         return futures
 

@@ -23,7 +23,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
 from typing import Any
 
 import numpy as np
@@ -82,7 +81,9 @@ AHEAD = 2
 class _Link:
     """The socket to the first rank: reports go up, and parcels come down on a thread."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, down: socket.socket, connection: Connection) -> None:
+        """`connection`: the same socket."""
+        self._down = down
         self._connection = connection
         self._sending = threading.Lock()
         self._arrived = threading.Condition()
@@ -97,12 +98,11 @@ class _Link:
         """Take parcels until the first rank is gone, which ends this process."""
         try:
             while True:
-                call = int.from_bytes(self._connection.recv_bytes(), "little")
-                file = recv_handle(self._connection)
+                call, (file,), _, _ = socket.recv_fds(self._down, 8, 1)
                 with self._arrived:
-                    self._parcels[call] = file
+                    self._parcels[int.from_bytes(call, "little")] = file
                     self._arrived.notify_all()
-        except (OSError, EOFError):
+        except (OSError, ValueError):  # no file comes, or this process has too many
             os._exit(1)
 
     @contextmanager
@@ -269,7 +269,7 @@ def main() -> None:
     if not files:
         return
     ring_fd, bell, host_fd = files
-    connection = Connection(down.detach())
+    connection = Connection(os.dup(down.fileno()))
     setup: RankSetup = pickle.loads(connection.recv_bytes())
     if setup.parent_pid is not None:
         die_with_parent(setup.parent_pid)
@@ -280,7 +280,7 @@ def main() -> None:
 
         configure_logging(*setup.logs)
     faulthandler.register(TRACES)
-    link = _Link(connection)
+    link = _Link(down, connection)
     threading.Thread(target=link.listen, daemon=True).start()
     args, size = setup.args, setup.args.model.tensor_parallel_size
     stages = Stages(lambda stage: link.report(StageEnded(stage)))
