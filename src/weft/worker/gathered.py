@@ -62,7 +62,7 @@ class GatheredWeights(BaseWeights):
         shape = (target.out_features, target.in_features)
         whole = self._weights.embed.new_empty(shape)
         for shard, share in zip(self._shards, self._all(self._part("matrix", target)), strict=True):
-            for rows, entries in _rows_of(shard, target):
+            for rows, entries in _with_entries(shard.weight_rows(target)):
                 whole[rows, shard.inputs(target)] = share[entries].to(whole.device)
         return whole
 
@@ -77,7 +77,7 @@ class GatheredWeights(BaseWeights):
         squares = torch.zeros(target.out_features)
         for shard, share in zip(self._shards, shares, strict=True):
             has_all = shard.inputs(target) == slice(0, target.in_features)
-            for rows, entries in _rows_of(shard, target):
+            for rows, entries in _with_entries(shard.weight_rows(target)):
                 # Several ranks may have the same rows, if each has all columns of them.
                 squares[rows] = share[entries] + (0.0 if has_all else squares[rows])
         return squares
@@ -116,18 +116,16 @@ class GatheredWeights(BaseWeights):
         return (part.of(self._weights), *self._others.parts(part, self._weights.dtype))
 
 
-def _rows_of(shard: Shard, target: Target) -> Iterator[tuple[slice, slice]]:
-    """Yields rows of a target's weight that a rank has, and which entries of its part they are."""
+def _with_entries(slices: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
+    """Yields each slice of a whole weight's rows that a rank has, and which entries of the rank's
+    part these rows are."""
     begin = 0
-    for rows in shard.weight_rows(target):
+    for rows in slices:
         end = begin + rows.stop - rows.start
         yield rows, slice(begin, end)
         begin = end
 
 
 def _place(whole: Tensor, share: Tensor, slices: Sequence[slice]) -> None:
-    begin = 0
-    for entries in slices:
-        end = begin + entries.stop - entries.start
-        whole[entries] = share[begin:end].to(whole.device)
-        begin = end
+    for rows, entries in _with_entries(slices):
+        whole[rows] = share[entries].to(whole.device)
