@@ -17,9 +17,10 @@ _ATOM = re.compile(
     r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|c[A-Za-z]|.)|\[\^?|\(\?P(?=<)|.", re.DOTALL
 )
 _CLASS_WITHOUT = r"[^\ud800-\udfff"
-"""The beginning of a class of what it names not, nor surrogates, which are no text."""
+"""How a class begins that allows all characters but those that it names. Surrogates, which are no
+text, are never allowed."""
 _CLASS_IN_JSON_WITHOUT = r'[^\x00-\x1f"\\\ud800-\udfff'
-"""The same, nor what JSON escapes in strings."""
+"""The same in a JSON string, where characters that must be escaped are not allowed either."""
 _GAPS = {'"': "!#", "\\": r"\[\]", "\ud800": "\ud7ff\ue000"}
 """What a range in a class of a JSON string leaves out, and the characters around that."""
 _CLASSES_IN_JSON = {
@@ -134,8 +135,8 @@ def _class_of(members: list[str]) -> str:
 
 
 def _members(atoms: list[str], in_json: bool = False) -> list[str]:
-    """The members of a class, in a JSON string without those that JSON must escape. A hyphen beside
-    a class such as `\\w` stands for itself, and is escaped, as all that make no range."""
+    """The members of a class, in a JSON string without those that JSON must escape. A hyphen that
+    makes no range, such as one beside `\\w`, stands for itself and is escaped."""
     members: list[str] = []
     n = 0
     while n < len(atoms):
