@@ -11,8 +11,6 @@ Shapes: T token rows, O outputs, K inputs, G groups of inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -70,7 +68,6 @@ def _product(
     BLOCK_T: gl.constexpr,
     BLOCK_O: gl.constexpr,
     LANES: gl.constexpr,
-    AHEAD: gl.constexpr,
     BIAS: gl.constexpr,
     TURNS: gl.constexpr,
     PDL: gl.constexpr,
@@ -111,8 +108,7 @@ def _product(
     for step in range(first, last, LANES):
         block = gl.minimum(step + lane, last - 1)
         next_at = w_at + gl.minimum(step + LANES + lane, last - 1) * 2048
-        if AHEAD:
-            after = gl.load(next_at, eviction_policy="evict_first")
+        after = gl.load(next_at, eviction_policy="evict_first")
         there = (t < T) & (step + lane_x < last)
         k_x = gl.minimum(step + lane_x, last - 1) * (32 * NUM)
         for i in gl.static_range(NUM):
@@ -123,7 +119,7 @@ def _product(
                 CODE[i], "=r,r,r,r,r", [w, s], dtype=x.dtype, is_pure=True, pack=2
             )
             acc = mma_v2(v, x, acc)
-        w = after if AHEAD else gl.load(next_at, eviction_policy="evict_first")
+        w = after
     Y: gl.constexpr = gl.SliceLayout(0, MMA)
     o = tile * BLOCK_O + gl.arange(0, BLOCK_O, layout=gl.SliceLayout(1, Y))
     t = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(0, Y))
@@ -147,37 +143,26 @@ def _product(
         gl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=(t < T)[None, :])
 
 
-@dataclass(frozen=True, slots=True)
-class FewRowsForm:
-    """How a product is cut for the device."""
-
-    rows: int
-    """Rows of the result that a program computes."""
-    split: int
-    """The parts of K, each with a program of its own."""
-    ahead: bool
-    """Whether a warp asks for its next block before it uses the one that it has."""
+ROWS, COLUMNS, LANES = 8, 32, 4
+"""Rows and columns of the result that a program computes, and its warps, which share K."""
 
 
-COLUMNS, LANES = 32, 4
-"""Columns of the result that a program computes, and its warps, which share K."""
-
-
-def cut(num_rows: int, weight: PackedMatrix, processors: int) -> FewRowsForm | None:
-    """How to cut a product, from what was best on an H200; None where another kernel was: for
-    4-bit weights, many rows, or so many outputs that their programs fill the device."""
+def cut(num_rows: int, weight: PackedMatrix, processors: int) -> int | None:
+    """Into how many parts, each with a program of its own, to cut K, from what was best on an H200;
+    None where another kernel was: for 4-bit weights, many rows, or so many outputs that their
+    programs fill the device."""
     outputs, inputs = weight.shape
     tiles, most = outputs // COLUMNS, 4 * processors
-    if weight.coding != "e4m3" or num_rows > 16 or tiles > most:
+    if weight.coding != "e4m3" or num_rows > ROWS or tiles > most:
         return None
     split, blocks = 1, inputs // step_of(weight.coding)
     while 2 * split * tiles <= most and 2 * split * LANES <= blocks:
         split *= 2
-    return FewRowsForm(8 if num_rows <= 8 else 16, split, ahead=num_rows <= 8)
+    return split
 
 
-def form_of(x_TK: Tensor, weight: PackedMatrix) -> FewRowsForm | None:
-    """How to cut a product on this device; None: not by this kernel."""
+def split_of(x_TK: Tensor, weight: PackedMatrix) -> int | None:
+    """Into how many parts to cut K on this device; None: not by this kernel."""
     if INTERPRETED or not starts_early(x_TK.device):
         return None
     return cut(len(x_TK), weight, processors(x_TK.device))
@@ -187,7 +172,7 @@ def launch(
     x_TK: Tensor,
     weight: PackedMatrix,
     bias_O: Tensor | None,
-    form: FewRowsForm,
+    split: int,
     flags: Tensor | None,
 ) -> Launched:
     """Start a product, and tell when x is there, as `weft.kernels.triton_linear.launch` does."""
@@ -195,7 +180,7 @@ def launch(
     y_TO = x_TK.new_empty(T, O)
     parts, tickets, nobody = meeting_place(x_TK.device)
     turn = next_turn()
-    num_programs = O // COLUMNS * form.split
+    num_programs = O // COLUMNS * split
     kernel = _product[num_programs,](
         x_TK,
         weight.words,
@@ -210,13 +195,12 @@ def launch(
         turn,
         O,
         K,
-        form.split,
+        split,
         GROUP=weight.group if len(weight.scales_GO) > 1 else 0,
         CODE=code_of(weight),
-        BLOCK_T=form.rows,
+        BLOCK_T=ROWS,
         BLOCK_O=COLUMNS,
         LANES=LANES,
-        AHEAD=form.ahead,
         BIAS=bias_O is not None,
         TURNS=TURNS,
         num_warps=LANES,

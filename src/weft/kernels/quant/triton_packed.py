@@ -194,9 +194,9 @@ def start(
     x_TK: Tensor, weight: PackedMatrix, bias_O: Tensor | None, flags: Tensor | None
 ) -> Launched:
     """Start a product of at most MANY_ROWS rows by the faster of two kernels; see `launch`."""
-    few = gluon_packed.form_of(x_TK, weight)
-    if few is not None:
-        return gluon_packed.launch(x_TK, weight, bias_O, few, flags)
+    split = gluon_packed.split_of(x_TK, weight)
+    if split is not None:
+        return gluon_packed.launch(x_TK, weight, bias_O, split, flags)
     return launch(x_TK, weight, bias_O, form_of(x_TK, weight), flags)
 
 
@@ -216,26 +216,37 @@ class Form:
     """The blocks of its words that a program asks for early."""
 
 
+ROOM = 48 << 10
+"""Bytes of a processor's shared memory that a product leaves to the adapters' kernel beside it."""
+
+
 def form_of(x_TK: Tensor, weight: PackedMatrix) -> Form:
-    """How to cut a product of at most MANY_ROWS rows, from what was best on an H200."""
+    """How to cut a product of at most MANY_ROWS rows, from what was best on an H100 and an H200."""
     O, four = weight.shape[0], weight.coding == "int4"  # noqa: E741
-    wide = 128 if O % 128 == 0 else 64
-    rows, most, places = _tile_rows(len(x_TK)), 4, processors(x_TK.device)
-    if rows <= 16:
-        form = Form(wide, 5, ahead=4) if four else Form(64, 5)
-        most, enough = (4, places) if four else (2, 8 * places)
-    elif four or rows > 64:
-        form, enough = Form(wide, 3, warps=wide // 16), places * 2 // 3
-        if rows <= 64 and O % 256 == 0 and enough <= O // 256:
-            form = Form(256, 3, warps=8)
+    rows, places = _tile_rows(len(x_TK)), processors(x_TK.device)
+    num_tiles, many = cdiv(len(x_TK), rows), places * 3 // 4
+    columns, warps = 128 if O % 128 == 0 else 64, 4
+    if rows > 32:
+        most, stages, enough = (4, 3, places * 2 // 3) if four or rows > 64 else (4, 5, many)
+        if four and rows == 64 and O % 256 == 0 and enough <= O // 256:
+            columns = 256
+        warps = min(columns // 16, 8)
+    elif four:
+        most, stages, enough = (8, 4, places) if rows == 32 else (8, 5, places * 3 // 2)
     else:
-        form, most, enough = Form(wide, 3), 8, places * 4 // 3
-    num_tiles, split = cdiv(len(x_TK), rows), 1
+        most, stages, enough = 4, 6, places * 3 // 2
+        if O // columns < many:
+            columns = 64
+    split, num_programs = 1, num_tiles * (O // columns)
     most = min(most, weight.words.shape[1], MEETING_FLOATS // (O * rows * num_tiles))
-    while 2 * split <= most and num_tiles * (O // form.columns) * split < enough:
-        split *= 2
-    form = replace(form, split=split)
-    while _shared_bytes(form, rows, weight) > _shared_memory(x_TK.device):
+    if num_programs < many:
+        while 2 * split <= most and num_programs * split < enough:
+            split *= 2
+    form = Form(columns, stages, split, warps, ahead=4 if four and rows <= 16 else 2)
+    at_once, shared = min(cdiv(num_programs * split, places), 4), _shared_memory(x_TK.device)
+    while form.stages > 3 and at_once * _shared_bytes(form, rows, weight) > shared - ROOM:
+        form = replace(form, stages=form.stages - 1)
+    while _shared_bytes(form, rows, weight) > shared:
         less = form.pieces == 2
         form = replace(form, stages=form.stages - less, pieces=2)
     return form
@@ -256,6 +267,7 @@ def _shared_bytes(form: Form, rows: int, weight: PackedMatrix) -> int:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
+    """The most bytes of shared memory that a program can have: all of a processor but a KB."""
     if device.type == "cpu":
         return 1 << 20
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
