@@ -216,7 +216,7 @@ class Form:
     """The blocks of its words that a program asks for early."""
 
 
-ROOM = 48 << 10
+ROOM = 40 << 10
 """Bytes of a processor's shared memory that a product leaves to the adapters' kernel beside it."""
 
 
@@ -226,24 +226,26 @@ def form_of(x_TK: Tensor, weight: PackedMatrix) -> Form:
     rows, places = _tile_rows(len(x_TK)), processors(x_TK.device)
     num_tiles, many = cdiv(len(x_TK), rows), places * 3 // 4
     columns, warps = 128 if O % 128 == 0 else 64, 4
+    most, stages, enough = 8, 5 if four or rows > 8 else 6, places * 3 // 2
     if rows > 32:
         most, stages, enough = (4, 3, places * 2 // 3) if four or rows > 64 else (4, 5, many)
         if four and rows == 64 and O % 256 == 0 and enough <= O // 256:
             columns = 256
         warps = min(columns // 16, 8)
-    elif four:
-        most, stages, enough = (8, 4, places) if rows == 32 else (8, 5, places * 3 // 2)
-    else:
-        most, stages, enough = 4, 6, places * 3 // 2
-        if O // columns < many:
-            columns = 64
+    elif rows == 32 and four:
+        stages, enough = 4, places
+    elif rows == 32 and O % 256 == 0 and many <= O // 256:
+        columns, stages, warps = 256, 3, 8
+    elif rows == 32:
+        columns, most, stages = 64, 4, 6
     split, num_programs = 1, num_tiles * (O // columns)
     most = min(most, weight.words.shape[1], MEETING_FLOATS // (O * rows * num_tiles))
     if num_programs < many:
         while 2 * split <= most and num_programs * split < enough:
             split *= 2
     form = Form(columns, stages, split, warps, ahead=4 if four and rows <= 16 else 2)
-    at_once, shared = min(cdiv(num_programs * split, places), 4), _shared_memory(x_TK.device)
+    for_each, shared = cdiv(num_programs * split, places), _shared_memory(x_TK.device)
+    at_once = for_each if for_each <= 3 else 2
     while form.stages > 3 and at_once * _shared_bytes(form, rows, weight) > shared - ROOM:
         form = replace(form, stages=form.stages - 1)
     while _shared_bytes(form, rows, weight) > shared:
