@@ -49,6 +49,17 @@ EIGHT = {"num_bits": 8, "type": "int", "strategy": "channel"}
 FP8 = {"num_bits": 8, "type": "float"}
 BNB = {"quant_method": "bitsandbytes"}
 GPTQ = {"quant_method": "gptq", "group_size": 32}
+AUTO_ROUND = {
+    "amp": True,
+    "autoround_version": "0.5.1",
+    "data_type": "int",
+    "enable_minmax_tuning": True,
+    "iters": 200,
+    "lr": 0.005,
+    "nsamples": 512,
+    "scale_dtype": "torch.float16",
+    "seqlen": 2048,
+}
 STATED: dict[str, dict[str, Any]] = {
     "ct-w4-group": compressed("pack-quantized", **FOUR),
     "ct-w4-group-asymmetric": compressed("pack-quantized", **FOUR, symmetric=False),
@@ -57,7 +68,8 @@ STATED: dict[str, dict[str, Any]] = {
     "ct-int8-channel": compressed("int-quantized", **EIGHT),
     "ct-int8-asymmetric": compressed("int-quantized", **EIGHT, symmetric=False),
     "ct-int8-tensor": compressed("int-quantized", **EIGHT | {"strategy": "tensor"}),
-    "ct-fp8-tensor": compressed("float-quantized", **FP8, strategy="tensor"),
+    "ct-fp8-tensor": compressed("float-quantized", **FP8, strategy="tensor")
+    | {"quantization_status": "frozen"},
     "ct-fp8-channel": compressed("float-quantized", **FP8, strategy="channel"),
     "ct-fp8-block": compressed(
         "float-quantized", **FP8, strategy="block", block_structure=[16, 32]
@@ -68,7 +80,7 @@ STATED: dict[str, dict[str, Any]] = {
     "bnb-int8": BNB | {"load_in_8bit": True},
     "awq": {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"},
     "gptq-2": GPTQ | {"bits": 2},
-    "gptq-4": GPTQ | {"bits": 4, "checkpoint_format": "gptq"},
+    "gptq-4": GPTQ | AUTO_ROUND | {"bits": 4, "checkpoint_format": "gptq"},
     "gptq-4-reordered": GPTQ | {"bits": 4, "desc_act": True},
     "gptq-8": GPTQ | {"bits": 8},
 }
@@ -241,6 +253,7 @@ def test_fp8_by_tensor_may_have_the_names_of_transformers(tmp_path: Path) -> Non
         ("awq", "x.scales", torch.tensor(1.0), "x.scales has shape"),
         ("gptq-4", "x.qweight", torch.zeros(128, dtype=torch.int32), "x.qweight has shape"),
         ("ct-fp8-channel", "x.weight", torch.zeros(8), "x.weight has shape"),
+        ("ct-fp8-tensor", "x.weight", torch.zeros(32, 128), "x.weight has dtype F32"),
         ("bnb-int8", "x.weight", torch.zeros(8), "x.weight has shape"),
         ("ct-int8-channel", "x.weight", torch.zeros(8, dtype=torch.int8), "x.weight has shape"),
         ("ct-w4-group", "x.weight_packed", torch.zeros(8), "x.weight_packed has shape"),

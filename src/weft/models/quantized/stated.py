@@ -36,6 +36,14 @@ _BITSANDBYTES_HINTS = (
     *("llm_int8_has_fp16_weight", "llm_int8_skip_modules"),
 )
 
+_AUTO_ROUND_HINTS = (
+    *("amp", "autoround_version", "batch_size", "enable_minmax_tuning", "enable_norm_bias_tuning"),
+    *("enable_quanted_input", "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr"),
+    *("minmax_lr", "nsamples", "provider", "scale_dtype", "seqlen", "to_quant_block_names"),
+)
+_AUTO_ROUND: _Allowed = {**dict.fromkeys(_AUTO_ROUND_HINTS, _ANY), "data_type": ("int", None)}
+"""What AutoRound writes besides the fields of the format in which it saves."""
+
 _FP8: _Allowed = {
     **_NAMES,
     "activation_scheme": ("dynamic", "static", None),
@@ -47,40 +55,8 @@ _FP8: _Allowed = {
 }
 _GPTQ: _Allowed = {
     **_NAMES,
-    **dict.fromkeys(
-        [
-            "act_group_aware",
-            "batch_size",
-            "block_name_to_quantize",
-            "cache_block_outputs",
-            "damp_auto_increment",
-            "damp_percent",
-            "dataset",
-            "desc_act",
-            "exllama_config",
-            "group_size",
-            "lm_head",
-            "max_input_length",
-            "meta",
-            "model_seqlen",
-            "modules_in_block_to_quantize",
-            "module_name_preceding_first_block",
-            "mse",
-            "pad_token_id",
-            "quantizer",
-            "static_groups",
-            "sym",
-            "tokenizer",
-            "true_sequential",
-            "use_cuda_fp16",
-            "use_exllama",
-            "model_name_or_path",
-            "model_file_base_name",
-            "backend",
-            "hyb_act",
-        ],
-        _ANY,
-    ),
+    **_AUTO_ROUND,
+    **dict.fromkeys(_GPTQ_HINTS, _ANY),
     "bits": (2, 4, 8),
     "checkpoint_format": ("gptq", "gptq_v2", None),
     "format": ("gptq", "gptq_v2", None),
@@ -88,6 +64,7 @@ _GPTQ: _Allowed = {
 }
 _AWQ: _Allowed = {
     **_NAMES,
+    **_AUTO_ROUND,
     **dict.fromkeys(("backend", "do_fuse", "fuse_max_seq_len", "group_size"), _ANY),
     **dict.fromkeys(("exllama_config", "modules_to_fuse", "sym", "desc_act", "lm_head"), _ANY),
     "bits": (4,),
@@ -98,21 +75,7 @@ _AWQ: _Allowed = {
 }
 _BITSANDBYTES: _Allowed = {
     **_NAMES,
-    **dict.fromkeys(
-        [
-            "_load_in_4bit",
-            "_load_in_8bit",
-            "load_in_4bit",
-            "load_in_8bit",
-            "bnb_4bit_compute_dtype",
-            "bnb_4bit_use_double_quant",
-            "llm_int8_enable_fp32_cpu_offload",
-            "llm_int8_has_fp16_weight",
-            "llm_int8_skip_modules",
-            "llm_int8_threshold",
-        ],
-        _ANY,
-    ),
+    **dict.fromkeys(_BITSANDBYTES_HINTS, _ANY),
     "bnb_4bit_quant_type": ("nf4", "fp4", None),
     "bnb_4bit_quant_storage": ("uint8", None),
 }
@@ -123,7 +86,7 @@ _COMPRESSED: _Allowed = {
         "pack-quantized",
     ),
     **dict.fromkeys(("global_compression_ratio", "ignore", "kv_cache_scheme", "version"), _ANY),
-    "quantization_status": ("compressed",),
+    "quantization_status": ("compressed", "frozen"),
 }
 _GROUP_WEIGHTS: _Allowed = {
     **dict.fromkeys(("block_structure", "group_size", "observer", "observer_kwargs"), _ANY),
