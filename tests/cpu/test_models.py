@@ -806,6 +806,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
         (rope("yarn", original_max_position_embeddings=16, beta_fast=math.inf), "rope_parameters"),
         ({"num_hidden_layers": 2**70}, "num_hidden_layers"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps"),
     ],
 )
 def test_configurations_that_would_be_wrong_are_refused(
@@ -848,6 +850,13 @@ def test_layer_types_that_disagree_are_refused(
         ("llama", "per_layer_config", {"1": {"head_dim": 4}}),
         ("qwen3.5", "layer_types", ["linear_attention"] * 4),
         ("gemma3", "query_pre_attn_scalar", 0),
+        ("gemma3", "final_logit_softcapping", math.nan),
+        ("gemma4", "rope_parameters", {}),
+        ("granite", "residual_multiplier", math.inf),
+        ("granite", "logits_scaling", 0.0),
+        ("mistral-window", "sliding_window", 0),
+        ("qwen3.5", "linear_num_key_heads", 0),
+        ("qwen3.5", "linear_conv_kernel_dim", 0),
     ],
 )
 def test_layers_that_would_be_computed_wrongly_are_refused(

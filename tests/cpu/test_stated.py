@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -191,7 +192,7 @@ def test_other_files_are_read_as_transformers_does_or_not_at_all(raw: Raw, tmp_p
 
 def test_what_phi_3_can_not_have_is_left_to_transformers() -> None:
     partial = {"rope_scaling": {**LONGROPE, "partial_rotary_factor": []}}
-    for change in ({"num_attention_heads": 0}, partial):
+    for change in ({"num_attention_heads": 0}, {"partial_rotary_factor": math.nan}, partial):
         assert read_stated(PUBLISHED["Phi 4 mini"] | change) is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
@@ -307,6 +308,13 @@ def _hf_config(folder: Path) -> Any:
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("intermediate_size", "moe_intermediate_size", "max_position_embeddings"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "vocab_size_per_layer_input"),
+)
+_NUMBERS = (
+    *("attention_multiplier", "embedding_multiplier", "final_logit_softcapping"),
+    *("layer_norm_eps", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
+    *("residual_multiplier", "rms_norm_eps", "swiglu_alpha", "swiglu_limit"),
 )
 
 
@@ -316,11 +324,8 @@ def _build(
     ropes = family.ropes(hf)
     distinct = [p for i, p in enumerate(ropes) if p not in ropes[:i]]
     _check_activation(hf, family)
-    layers = family.layers(hf)
-    for name in _SIZES:
-        size = getattr(hf, name, None)
-        if size is not None and not 1 <= size < 1 << 31:
-            raise ConfigError(f"{name} must be at least 1 and below 2**31, got {size}", name)
+    layers, windows = family.layers(hf), family.windows(hf)
+    _check_numbers(hf, windows)
     shape = layers[0] if layers else None
     return ModelConfig(
         architecture=architecture,
@@ -337,7 +342,7 @@ def _build(
         attention_out_bias=_flag(hf, family.attention_out_bias),
         mlp_bias=_flag(hf, family.mlp_bias),
         qk_norm=family.qk_norm,
-        windows=family.windows(hf),
+        windows=windows,
         ropes=tuple(None if p is None else _rope(p, hf, family) for p in ropes),
         max_position_embeddings=min(context_limit(p, hf) for p in distinct),
         eos_token_ids=eos_token_ids,
@@ -359,6 +364,17 @@ def _build(
         token_inputs=family.token_inputs(hf),
         quantized=read_quantization(raw, family.mxfp4),
     )
+
+
+def _check_numbers(hf: Any, windows: tuple[int | None, ...]) -> None:
+    sizes = [(name, getattr(hf, name, None)) for name in _SIZES]
+    for name, size in (*sizes, *(("sliding_window", window) for window in set(windows))):
+        if size is not None and not 1 <= size < 1 << 31:
+            raise ConfigError(f"{name} must be at least 1 and below 2**31, got {size}", name)
+    for name in _NUMBERS:
+        number = getattr(hf, name, None) or 0.0
+        if not abs(number) <= sys.float_info.max or (number < 0 and name.endswith("_eps")):
+            raise ConfigError(f"{name} can't be {number!r:.80}", name)
 
 
 def _head_dim(hf: Any) -> int:

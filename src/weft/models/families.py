@@ -63,6 +63,8 @@ def _windows_but_linear(hf: Any) -> tuple[int | None, ...]:
 
 
 def _granite_scales(hf: Any) -> Scales:
+    if not hf.logits_scaling:
+        raise ConfigError(f"logits_scaling must not be {hf.logits_scaling}", "logits_scaling")
     return Scales(
         embedding=float(hf.embedding_multiplier),
         residual=float(hf.residual_multiplier),

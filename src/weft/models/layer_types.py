@@ -33,4 +33,9 @@ def attention_types(hf: Any) -> list[str]:
 
 
 def rope_by_type(hf: Any) -> tuple[RopeParameters | None, ...]:
-    return tuple(hf.rope_parameters[kind] for kind in attention_types(hf))
+    types = attention_types(hf)
+    missing = set(types).difference(hf.rope_parameters)
+    if missing:
+        message = f"rope_parameters say nothing of {', '.join(sorted(missing))}"
+        raise ConfigError(message, "rope_parameters")
+    return tuple(hf.rope_parameters[kind] for kind in types)

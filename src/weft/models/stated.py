@@ -7,6 +7,7 @@ to read the file.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from types import NoneType, SimpleNamespace
 from typing import Any
@@ -144,8 +145,9 @@ def _phi3_rope(rope: dict[str, Any], fields: Mapping[str, Any]) -> bool:
     rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
     if rope["rope_type"] == "longrope":
         rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
-    if type(rope["partial_rotary_factor"]) not in (int, float):
+    share = rope["partial_rotary_factor"]
+    if type(share) not in (int, float) or not abs(share) <= sys.float_info.max:
         return False
-    rotated = fields["hidden_size"] // fields["num_attention_heads"] * rope["partial_rotary_factor"]
+    rotated = fields["hidden_size"] // fields["num_attention_heads"] * share
     lengths = {len(rope[name]) for name in _FACTORS if isinstance(rope.get(name), list)}
     return rope["rope_type"] in ("default", "longrope") and lengths <= {int(rotated) // 2}
