@@ -166,3 +166,22 @@ def test_a_text_model_of_another_kind_is_refused(base: Base, tmp_path: Path) -> 
     with pytest.raises(ConfigError) as caught:
         load_model_config(tmp_path)
     assert caught.value.param == "model_type"
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+def test_what_only_the_text_part_says_is_read(kind: str, tmp_path: Path) -> None:
+    CONFIGS[kind].save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    raw["architectures"] = [f"{kind.capitalize()}ForConditionalGeneration"]
+    raw.pop("eos_token_id", None)
+    raw["text_config"] |= {"dtype": "float16", "eos_token_id": [3, 5]}
+    path.write_text(json.dumps({k: v for k, v in raw.items() if k != "dtype"}))
+    config = load_model_config(tmp_path)
+    assert (config.dtype, config.eos_token_ids) == ("float16", (3, 5))
+    path.write_text(json.dumps(raw | {"dtype": "bfloat16", "eos_token_id": 7}))
+    config = load_model_config(tmp_path)
+    assert (config.dtype, config.eos_token_ids) == ("bfloat16", (7,))
+    del raw["text_config"]["eos_token_id"]  # then it is that of all models of the text part's type
+    path.write_text(json.dumps(raw))
+    assert load_model_config(tmp_path).eos_token_ids == ((1,) if kind == "gemma3" else (2,))

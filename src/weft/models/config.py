@@ -204,7 +204,8 @@ def load_model_config(path_or_id: str | Path, revision: str | None = None) -> Mo
             tied, hf = hf.tie_word_embeddings, hf.text_config
             hf.tie_word_embeddings = tied
         check_fields(hf)
-    return _build(architecture, family, hf, raw, _eos_token_ids(folder, raw))
+    eos = _eos_token_ids(folder, raw, hf.eos_token_id if family.text_of else None)
+    return _build(architecture, family, hf, raw, eos)
 
 
 MAX_LAYERS = 1000
@@ -276,8 +277,7 @@ def _architecture_of(raw: dict[str, Any]) -> str:
     family = family_of(name, raw)
     _check_model_type(raw, family.text_of or family.model_type, name)
     if family.text_of:
-        text = raw.get("text_config")
-        raw = text if isinstance(text, dict) else {}
+        raw = _text_part(raw)
         _check_model_type(raw, family.model_type, name)
     layers = raw.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_LAYERS:  # before lists of layers are made
@@ -287,6 +287,12 @@ def _architecture_of(raw: dict[str, Any]) -> str:
         message = "is_causal false is not served: tokens would see those after them"
         raise ConfigError(message, "is_causal")
     return name
+
+
+def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of the text part of a larger model."""
+    text = raw.get("text_config")
+    return text if isinstance(text, dict) else {}
 
 
 def _check_model_type(raw: dict[str, Any], wanted: str, architecture: str) -> None:
@@ -403,17 +409,21 @@ def _flag(hf: Any, value: bool | str) -> bool:
 
 
 def _dtype(raw: dict[str, Any]) -> str:
-    dtype: str = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    stated = [part.get("dtype") or part.get("torch_dtype") for part in (raw, _text_part(raw))]
+    dtype: str = stated[0] or stated[1] or "float32"
     if dtype not in ("float32", "float16", "bfloat16"):
         raise ConfigError(f"dtype {dtype!r} is not served", "dtype")
     return dtype
 
 
-def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, raw: dict[str, Any], of_text: object) -> tuple[int, ...]:
+    """`of_text`: what the text part says, where the files say nothing of the whole model."""
     generation = folder / "generation_config.json"
     value = _read_json(generation).get("eos_token_id") if generation.is_file() else None
     if value is None:
         value = raw.get("eos_token_id")
+    if value is None:
+        value = of_text
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(each) is not int or each < 0 for each in ids):
         raise ConfigError(f"eos_token_id must be token ids, got {value!r:.80}", "eos_token_id")
