@@ -350,7 +350,15 @@ def test_structural_tag(bench: Bench) -> None:
         ("deeper", StructuredOutputs(json='{"items":' * 5000 + "true" + "}" * 5000)),
         ("deeper", tag({"x": json.loads("[" * 200 + "]" * 200)})),
         ("parenthesis", StructuredOutputs(regex="(a")),
-        ("Lookahead", StructuredOutputs(regex="(?=a)b")),
+        ("(?=", StructuredOutputs(regex="(?=a)b")),
+        ("(?<!", json_form({"pattern": "(?<!a)b"})),
+        ("(?!", json_form({"pattern": "(?!a)b"})),
+        ("(?i", StructuredOutputs(regex="(?i)a")),
+        ("repeat", StructuredOutputs(regex="a|*")),
+        ("null", StructuredOutputs(regex="a\0")),
+        (r"\012", StructuredOutputs(regex=r"\012")),
+        ("surrogate", StructuredOutputs(regex=r"\ud800")),
+        ("surrogate", json_form({"pattern": r"[\ud800-\udfff]"})),
         ("Nest", StructuredOutputs(regex="(" * 5000 + "a" + ")" * 5000)),
         (r"\b", StructuredOutputs(regex=r"\ba\b")),
         (r"\Z", StructuredOutputs(regex=r"a\Z")),
@@ -439,6 +447,26 @@ def test_other_tokenizers(make: Any) -> None:
     texts = [json.loads(text) for text in made.texts(spec, 20)]
     made.grammars.close()
     assert {json.dumps(t) for t in texts} >= {"{}", json.dumps({"the 日": "é😀"})}
+
+
+ANY_CHARACTER = [r"[\s\S]*", r"[\W\d]*", r"[\D1]*", r"[\u0100-\uffff]*", "[^a]*", r"\S*"]
+
+
+def test_no_form_has_surrogates() -> None:
+    """Which a model could write byte by byte, and which are no UTF-8."""
+    bench = Bench(byte_level())
+    tokens = {byte_level().token_bytes(i): i for i in range(byte_level().vocab_size)}
+    strings = [{}, {"minLength": 1}, *({"pattern": pattern} for pattern in ANY_CHARACTER)]
+    forms = [StructuredOutputs(regex=pattern) for pattern in ANY_CHARACTER]
+    forms += [json_form({"type": "string", **more}) for more in strings]
+    for form in forms:
+        matcher = bench.compile(form)
+        for byte in (b'"', b"\xed") if form.json else (b"\xed",):
+            assert tokens[byte] in bench.allowed(matcher)
+            matcher.accept(tokens[byte])
+        allowed = bench.allowed(matcher)
+        assert tokens[b"\x9f"] in allowed and tokens[b"\xa0"] not in allowed, form
+    bench.grammars.close()
 
 
 def test_what_a_server_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ _LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+:\d+: |Check failed: .*? is false: ")
 _BOUNDED = r"[^\"\\\r\n]"
 """xgrammar's class for the characters of a string with minLength or maxLength. It allows control
 characters, which JSON does not, and no escapes, which texts need."""
+_UNBOUNDED = r"[^\0-\u001f\"\\\r\n]"
+"""The same for other strings. It allows surrogates, which are no text."""
 _CHARACTER = (
     r'character ::= ([^\0-\x1f\"\\\uD800-\uDFFF] | "\\" [\"\\/bfnrt] | "\\u00" [01] [0-9a-f])'
 )
@@ -134,6 +136,7 @@ class Compiler:
             text, any_whitespace=False, separators=(",", ":")
         )
         rules = _BYTE.sub(lambda found: found[1] or rf"\u00{found[2]}", str(grammar))
+        rules = rules.replace(_UNBOUNDED, r"[^\0-\x1f\"\\\uD800-\uDFFF]")
         return f"{rules.replace(_BOUNDED, 'character')}\n{_CHARACTER}"
 
     def _tag(self, tag: Any) -> Any:

@@ -14,15 +14,22 @@ MAX_REPEATS = 1000
 to be followed, grows with the square of their number."""
 _REPEAT = re.compile(r"\\.|[*+?]|\{[0-9,]+\}", re.DOTALL)
 _ATOM = re.compile(
-    r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|c[A-Za-z]|.)|\[\^?|\(\?P(?=<)|.", re.DOTALL
+    r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|c[A-Za-z]|0[0-9]+|.)|\[\^?|\(\?P(?=<)|.", re.DOTALL
 )
 _CLASS_WITHOUT = r"[^\ud800-\udfff"
 """How a class begins that allows all characters but those that it names. Surrogates, which are no
 text, are never allowed."""
 _CLASS_IN_JSON_WITHOUT = r'[^\x00-\x1f"\\\ud800-\udfff'
 """The same in a JSON string, where characters that must be escaped are not allowed either."""
-_GAPS = {'"': "!#", "\\": r"\[\]", "\ud800": "\ud7ff\ue000"}
+_GAP_OF_SURROGATES = {"\ud800": "\ud7ff\ue000"}
+_GAPS = {'"': "!#", "\\": r"\[\]"} | _GAP_OF_SURROGATES
 """What a range in a class of a JSON string leaves out, and the characters around that."""
+_CLASSES = {
+    r"\S": "\\x00-\x08\x0e-\x1f!-\x9f\xa1-\ud7ff\ue000-\U0010ffff",
+    r"\D": "\\x00-/:-\ud7ff\ue000-\U0010ffff",
+    r"\W": "\\x00-/:-@\\[-\\^`{-\ud7ff\ue000-\U0010ffff",
+}
+"""The members that these classes have in others: xgrammar's own have surrogates too."""
 _CLASSES_IN_JSON = {
     r"\s": " ",
     r"\S": "!#-\\[\\]-\x9f\xa1-\ud7ff\ue000-\U0010ffff",
@@ -36,7 +43,14 @@ some of which allow too much: that of `5(x[0-9]+)?` allows 59. It makes others i
 right, and take ten times as long to follow."""
 _CODE = re.compile(r"\\[ux]([0-9a-fA-F]+)")
 _SET = re.compile(r"\\[dDwWsS]")
-_UNKNOWN_ESCAPE = re.compile(r"\\(?![dDwWsSnrtfv])[a-zA-Z1-9]")
+_UNKNOWN_ESCAPE = re.compile(r"\\(?:(?![dDwWsSnrtfv])[a-zA-Z1-9]|0[0-9]+)")
+_UNKNOWN_GROUP = re.compile(r"\(\?(?!:|P?<\w)P?<?.?", re.DOTALL)
+_BEFORE_REPEATS: dict[str, list[list[str]]] = {
+    "?": [[], ["|"]],
+    **{sign: [[], ["|"], ["("]] for sign in "*+{"},
+}
+"""What can't stand before a sign of repetition."""
+_NEEDLESS_ESCAPE = re.compile(r"\\[ !\"#%&',:;<=>@_`~]")
 
 
 def refusal(reason: str) -> InvalidRequest:
@@ -54,8 +68,9 @@ def enforceable_regex(pattern: str, in_json: bool = False) -> str:
     """The expression in xgrammar's dialect, with its usual meaning. Classes in a pattern of a JSON
     string have no characters that JSON must escape.
 
-    Raises InvalidRequest for anchors inside, for escapes that xgrammar would read as letters, and,
-    for a pattern of a JSON string, for characters by themselves that JSON must escape.
+    Raises InvalidRequest for anchors inside, for escapes that xgrammar would read as letters, for
+    groups that it does not know or would ignore, for surrogates, and, for a pattern of a JSON
+    string, for characters by themselves that JSON must escape.
     """
     check_repeats(pattern)
     without = _CLASS_IN_JSON_WITHOUT if in_json else _CLASS_WITHOUT
@@ -70,6 +85,8 @@ def enforceable_regex(pattern: str, in_json: bool = False) -> str:
             raise refusal(f"{atom} in a regular expression is not supported")
         if in_json and in_class != "[^" and _needs_escape(atom):
             raise refusal(f"a pattern with {atom!r}, which JSON escapes, is not supported")
+        if in_class != "[^" and "\ud800" <= _char(atom) <= "\udfff":
+            raise refusal(f"{atom} in a regular expression is a surrogate, which is no text")
         if in_class and atom != "]":
             members.append(atom)
             continue
@@ -82,6 +99,10 @@ def enforceable_regex(pattern: str, in_json: bool = False) -> str:
         elif atom.startswith("["):
             in_class, members = atom, []
             continue
+        elif (group := _UNKNOWN_GROUP.match(pattern, match.start())) is not None:
+            raise refusal(f"{group[0]} in a regular expression is not supported")
+        elif atoms[-1:] in _BEFORE_REPEATS.get(atom, []):
+            raise refusal(f"{atom} in a regular expression has nothing to repeat")
         elif atom == ".":
             atom = rf"{without}\n\r]"
         elif atom in (r"\D", r"\W", r"\S"):
@@ -112,7 +133,10 @@ def _has_right_automaton(atoms: list[str]) -> bool:
 
 def _without_code(atom: str) -> str:
     """The same atom. A character that is written as its code becomes the character itself, where
-    xgrammar takes that: it would read the letters and digits that follow as more of the code."""
+    xgrammar takes that: it would read the letters and digits that follow as more of the code. A
+    backslash that does nothing is left out: xgrammar would log a warning of it."""
+    if _NEEDLESS_ESCAPE.fullmatch(atom):
+        return atom[1]
     if _CODE.fullmatch(atom) is None:
         return atom
     char = _char(atom)
@@ -143,12 +167,13 @@ def _members(atoms: list[str], in_json: bool = False) -> list[str]:
         ends = atoms[n : n + 3 : 2]
         if atoms[n + 1 : n + 2] == ["-"] and len(ends) == 2 and not any(map(_SET.fullmatch, ends)):
             low, high = map(_char, ends)
-            around = [gap for char, gap in _GAPS.items() if in_json and low < char < high]
+            gaps = _GAPS if in_json else _GAP_OF_SURROGATES
+            around = [gap for char, gap in gaps.items() if low < char < high]
             members += [ends[0], "-".join(["", *around, ""]), ends[1]]
             n += 3
         else:
             atom = r"\-" if atoms[n] == "-" else atoms[n]
-            members.append(_CLASSES_IN_JSON.get(atom, atom) if in_json else atom)
+            members.append((_CLASSES_IN_JSON if in_json else _CLASSES).get(atom, atom))
             n += 1
     return members
 
