@@ -236,12 +236,13 @@ def test_conversations_as_items(world: World) -> None:
             {"type": "reasoning", "id": "r", "summary": [], "content": text("reasoning_text", "m")},
             {"type": "function_call", "call_id": "1", "name": "time", "arguments": "{}"},
             {"type": "function_call", "call_id": "2", "name": "time", "arguments": '{"z": 1}'},
+            {"type": "message", "role": "assistant", "content": text("output_text", "wait")},
             {"type": "function_call_output", "call_id": "1", "output": "noon"},
             {"type": "function_call_output", "call_id": "2", "output": text("input_text", "1 pm")},
         ]
         await whole_of(web, "x", input=items)
         assert prompt_of(world) == (
-            "<s>user: hi<s>assistant: so<s>user: time?<s>assistant: <think>m</think>"
+            "<s>user: hi<s>assistant: so<s>user: time?<s>assistant: <think>m</think>wait"
             '<tool_call>time{}</tool_call><tool_call>time{"z": 1}</tool_call>'
             "<s>tool: noon<s>tool: 1 pm<s>assistant:"
         )

@@ -219,8 +219,8 @@ class ResponsesBody(ModelBody):
         return [Message(role="system", content=self.instructions)] if self.instructions else []
 
     def _messages(self) -> list[Message]:
-        """The input as messages of the chat. There, the calls of one turn and the thoughts before
-        them are parts of one message."""
+        """The input as messages of the chat. There, the calls of one turn, the thoughts before
+        them and what is said beside them are parts of one message."""
         if isinstance(self.input, str):
             return [Message(role="user", content=self.input)]
         messages: list[Message] = []
@@ -242,7 +242,11 @@ class ResponsesBody(ModelBody):
             else:
                 own = thoughts if item.role == "assistant" else None
                 content = _text(item.content)
-                messages.append(Message(role=item.role, content=content, reasoning_content=own))
+                last = messages[-1] if messages and item.role == "assistant" and not own else None
+                if last is not None and last.tool_calls and last.content is None:
+                    last.content = content
+                else:
+                    messages.append(Message(role=item.role, content=content, reasoning_content=own))
                 thoughts = None
         if not messages:
             raise InvalidRequest("input must not be empty", "input")
