@@ -122,6 +122,18 @@ def test_a_call_that_was_cut_off_keeps_its_reason(world: World) -> None:
     run(world, scenario)
 
 
+@pytest.mark.parametrize(("stop", "reason"), [('"Paris', "stop"), ("</tool", "tool_calls")])
+def test_a_call_that_a_stop_string_cut_is_none_to_carry_out(
+    world: World, stop: str, reason: str
+) -> None:
+    async def scenario(web: Web) -> None:
+        whole, stream = await both(web, CALL, tools=[WEATHER], stop=[stop])
+        assert whole["finish_reason"] == stream[-1]["finish_reason"] == reason
+        assert len(calls_of(stream)) == 1
+
+    run(world, scenario)
+
+
 def test_without_tools_a_call_is_content(world: World) -> None:
     async def scenario(web: Web) -> None:
         for body in ({}, {"tools": [WEATHER], "tool_choice": "none"}):

@@ -34,7 +34,7 @@ from weft.serving import Pinned
 from weft.text import OutputDelta
 from weft.text.chat_parser import ChatParser, Piece, TextDelta, ToolCallDelta
 from weft.text.harmony import HarmonyParser
-from weft.text.json_stream import WholePairs
+from weft.text.json_stream import WholePairs, is_json
 from weft.text.reasoning import REASONING, opens_reasoning
 from weft.text.tools import schemas_of, tools_schema
 
@@ -256,7 +256,9 @@ class Reader:
                 self.calls.append(replace(delta))
             else:
                 self.calls[delta.index].arguments += delta.arguments
-        called = part.finish_reason == "stop" and self.calls
+        called = part.finish_reason == "stop" and bool(self.calls)
+        if called and isinstance(part.stop_reason, str):  # a stop string may have cut the last one
+            called = is_json(self.calls[-1].arguments)
         self.finish_reason = "tool_calls" if called else part.finish_reason
         return piece
 
