@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -18,6 +19,7 @@ from rich.console import Console
 from weft.cli import top
 from weft.cli.scrapes import Scrape, TierLoad, View, measure, parse, plain_url, quantile
 from weft.cli.top import run_top
+from weft.cli.watch import Watched
 from weft.core.errors import Unreachable
 
 
@@ -266,6 +268,19 @@ def test_one_frame(server: Server) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"^sql .* 102 .* device", done.stdout, re.MULTILINE), done.stdout
     assert "/s" in done.stdout and server.paths == ["/metrics", "/metrics"]
+
+
+def test_a_clock_that_is_set_changes_no_rate(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched({"it": server.url}, "")
+    watched.read()
+    for jump_s in (-7200, 7200):
+        then = time.time() + jump_s
+        monkeypatch.setattr(time, "time", lambda then=then: then)
+        watched.read()
+        assert 0 <= watched.age_s < PATIENCE_S
+        assert watched.view().seconds < PATIENCE_S
 
 
 def test_a_server_that_asks_for_a_key(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

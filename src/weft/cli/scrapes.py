@@ -23,6 +23,7 @@ _HINTS[404] = "; its metrics may be on another port (--metrics-port)"
 _MODEL_SERIES = "vllm:e2e_request_latency_seconds_count"
 """A metric whose series name the base model."""
 
+_BEGIN_S = time.time() - time.monotonic()
 Labels = frozenset[tuple[str, str]]
 Buckets = dict[float, float]
 """Number of values up to each bound."""
@@ -33,7 +34,7 @@ class Scrape:
     """All series at one time."""
 
     time_s: float
-    """Unix time."""
+    """Unix time; see `steady_time`."""
     series: Mapping[str, Mapping[Labels, float]]
     """By name and labels."""
 
@@ -95,6 +96,11 @@ def parse(text: str, time_s: float) -> Scrape:
     return Scrape(time_s, series)
 
 
+def steady_time() -> float:
+    """Unix time by a clock that does not jump when the machine's clock is set."""
+    return _BEGIN_S + time.monotonic()
+
+
 def fetch(url: str, key: str) -> Scrape:
     """The server's metrics now; `key` is the bearer token, if it is not "". Raises Unreachable."""
     try:
@@ -102,7 +108,7 @@ def fetch(url: str, key: str) -> Scrape:
         if key:  # not to where the server may redirect to
             request.add_unredirected_header("Authorization", f"Bearer {key}")
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            return parse(answer.read().decode("utf-8", "replace"), time.time())
+            return parse(answer.read().decode("utf-8", "replace"), steady_time())
     except Unreachable as error:
         raise Unreachable(f"{url}{error.message}") from None
     except urllib.error.HTTPError as error:

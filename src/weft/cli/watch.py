@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from weft.cli.scrapes import Labels, Scrape, View, fetch, measure
+from weft.cli.scrapes import Labels, Scrape, View, fetch, measure, steady_time
 from weft.core.errors import Unreachable
 
 WINDOW_S = 10.0
@@ -68,7 +68,7 @@ class Watched:
     @property
     def age_s(self) -> float:
         """How old the figures are, in seconds."""
-        return time.time() - _time_s(self._read[-1])
+        return steady_time() - _time_s(self._read[-1])
 
     def _ask(self, url: str) -> Scrape | Unreachable:
         try:
