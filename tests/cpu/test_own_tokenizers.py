@@ -321,3 +321,18 @@ def test_special_tokens_that_the_vocabulary_lacks(tmp_path: Path) -> None:
     files = {name: (tmp_path / name).read_bytes() for name in ("tokenizer.json", config.name)}
     own = adapter_tokenizers.AdapterTokenizers(byte_level()).load(files)
     assert own is not None and own.eos_ids == () and own.extends_base
+
+
+def test_code_of_a_base_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if somebody at the terminal says yes."""
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    code += "from transformers import PreTrainedTokenizerFast as Own\n"
+    (tmp_path / "own.py").write_text(code)
+    fields = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    shutil.copy(BASE / "tokenizer.json", tmp_path)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ConfigError, match="custom code"):
+        load_tokenizer(str(tmp_path))
+    assert not (tmp_path / "ran").exists()

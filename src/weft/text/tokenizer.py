@@ -27,7 +27,8 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
 
     try:
         config = _plain_config(path, revision)
-        return Tokenizer(AutoTokenizer.from_pretrained(path, config=config, revision=revision))
+        given = {"config": config, "revision": revision, "trust_remote_code": False}
+        return Tokenizer(AutoTokenizer.from_pretrained(path, **given))
     except Exception as error:  # of whatever kind the broken file provokes
         raise ConfigError(
             f"no tokenizer can be loaded from {path!r} ({error}); "
