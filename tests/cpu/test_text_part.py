@@ -168,6 +168,24 @@ def test_a_text_model_of_another_kind_is_refused(base: Base, tmp_path: Path) -> 
     assert caught.value.param == "model_type"
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_text_part_of_mistral_says_whether_its_head_is_tied(tied: bool, tmp_path: Path) -> None:
+    """Published files say nothing of that for the whole model, whose default is that it is."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS["mistral3"])
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = tied
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    del raw["tie_word_embeddings"]
+    path.write_text(json.dumps(raw))
+    params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
+    with LLM(tmp_path, {}, **OPTIONS) as llm:
+        (own,) = llm.generate([PROMPT], params)
+    assert own.token_ids == greedy(model)
+
+
 @pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
 def test_what_only_the_text_part_says_is_read(kind: str, tmp_path: Path) -> None:
     CONFIGS[kind].save_pretrained(tmp_path)

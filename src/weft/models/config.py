@@ -202,7 +202,7 @@ def load_model_config(path_or_id: str | Path, revision: str | None = None) -> Mo
         hf = _hf_config(folder)
         if family.text_of:
             tied, hf = hf.tie_word_embeddings, hf.text_config
-            hf.tie_word_embeddings = tied
+            hf.tie_word_embeddings = hf.tie_word_embeddings if family.tied_by_text else tied
         check_fields(hf)
     eos = _eos_token_ids(folder, raw, hf.eos_token_id if family.text_of else None)
     return _build(architecture, family, hf, raw, eos)

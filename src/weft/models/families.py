@@ -341,11 +341,13 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_of="gemma3"),
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": replace(GEMMA4, text_of="gemma4"),
-    "Mistral3ForConditionalGeneration": replace(_MISTRAL, text_of="mistral3"),
+    "Mistral3ForConditionalGeneration": replace(_MISTRAL, text_of="mistral3", tied_by_text=True),
 }
 """By architecture; see `family_of` for architectures of several families."""
 
-OTHER_TEXT = {"Mistral3ForConditionalGeneration": replace(_MINISTRAL3, text_of="mistral3")}
+OTHER_TEXT = {
+    "Mistral3ForConditionalGeneration": replace(_MINISTRAL3, text_of="mistral3", tied_by_text=True)
+}
 """Further families of architectures whose checkpoints may hold another text model."""
 
 

@@ -250,3 +250,5 @@ class Family:
     text_of: str = ""
     """If this is the text part of a larger model: that model's `model_type`. The configuration is
     then its `text_config`."""
+    tied_by_text: bool = False
+    """Whether the text part says if embedding and head are tied; else the larger model does."""
