@@ -20,6 +20,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -97,6 +98,14 @@ YARN_FULL = rope(
 NO_PAD: dict[str, Any] = {"pad_token_id": None}
 WITHOUT_MLP = {n: v for n, v in SIZES.items() if n != "intermediate_size"}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+
+GRANITE4 = {
+    "layer_types": ["full_attention"] * 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 4,
+}
+"""The inner width of the MLP is not `intermediate_size`."""
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
@@ -230,6 +239,19 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "granite-tied-bias": GraniteConfig(
         **SIZES, **NO_PAD, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "granite4": GraniteMoeHybridConfig(
+        **SIZES,
+        **NO_PAD,
+        **GRANITE4,
+        position_embedding_type="rope",
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.0625,
+        logits_scaling=8.0,
+    ),
+    "granite4-without-rope-tied-bias": GraniteMoeHybridConfig(
+        **SIZES, **NO_PAD, **GRANITE4, attention_bias=True, tie_word_embeddings=True
     ),
     "glm": GlmConfig(**SIZES, **NO_PAD, head_dim=12, rms_norm_eps=1e-5),
     "glm4": Glm4Config(**SIZES, **NO_PAD, head_dim=16, rms_norm_eps=1e-5),
@@ -854,6 +876,9 @@ def test_layer_types_that_disagree_are_refused(
         ("gemma4", "rope_parameters", {}),
         ("granite", "residual_multiplier", math.inf),
         ("granite", "logits_scaling", 0.0),
+        ("granite4", "layer_types", ["attention", "mamba", "attention"]),
+        ("granite4", "num_local_experts", 2),
+        ("granite4", "shared_intermediate_size", 0),
         ("mistral-window", "sliding_window", 0),
         ("qwen3.5", "linear_num_key_heads", 0),
         ("qwen3.5", "linear_conv_kernel_dim", 0),

@@ -32,6 +32,7 @@ from weft.kernels.quant.packed_weight import PackedWeight, concatenated, pack
 from weft.kernels.quant.rounded import in_fp8, in_int4
 from weft.models.blueprint import model_shard
 from weft.models.config import load_model_config
+from weft.models.family import FUSED_MLP_NAMES
 from weft.models.loading import allocate_weights
 from weft.models.matrices import LinearMatrices
 from weft.models.quantized.values import of_codes
@@ -290,7 +291,12 @@ def test_a_rank_packs_its_part_of_each_projection_in_one() -> None:
         config = load_model_config(folder)
     sizes = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
     config = replace(
-        config, **sizes, intermediate_size=512, num_layers=1, fused_qkv=True, fused_mlp=True
+        config,
+        **sizes,
+        intermediate_size=512,
+        num_layers=1,
+        fused_qkv=True,
+        mlp_names=FUSED_MLP_NAMES,
     )
     for rank in range(2):
         shard = model_shard(config, rank, 2)

@@ -32,6 +32,7 @@ from transformers import (
     Glm4Config,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -108,6 +109,19 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "granite": GraniteConfig(
         **SIZES,
         pad_token_id=None,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.25,
+        logits_scaling=2.0,
+    ),
+    "granite4": GraniteMoeHybridConfig(
+        **SIZES,
+        pad_token_id=None,
+        layer_types=["full_attention"] * 2,
+        position_embedding_type="rope",
+        num_local_experts=0,
+        shared_intermediate_size=SIZES["intermediate_size"],
+        mamba_n_heads=4,
         embedding_multiplier=3.0,
         residual_multiplier=0.22,
         attention_multiplier=0.25,
@@ -228,12 +242,15 @@ UNTIED = (
         "olmo2",
         "olmo3",
         "granite",
+        "granite4",
         "glm4",
         "qwen3.5",
     ),
     *MIXTURES,
 )
-NEWER = ("olmo3", "smollm3", "granite", "gemma3", "gemma4", "glm4", "cohere2", "qwen3.5")
+NEWER = (
+    *("olmo3", "smollm3", "granite", "granite4", "gemma3", "gemma4", "glm4", "cohere2", "qwen3.5"),
+)
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;
 `make exhaustive` tries all kinds on all families."""
@@ -278,7 +295,8 @@ class Kind:
     def options_on(self, family: str) -> dict[str, Any]:
         """The options as a family can have them: Mixtral and gpt-oss have no MLP but their experts,
         peft has no DoRA of experts, Phi-3 has one projection for q, k and v, and one for gate and
-        up, as GLM-4 has, and the norm of linear attention is none of those that can be saved."""
+        up, as GLM-4 and Granite 4 have, and the norm of linear attention is none of those that can
+        be saved."""
         options = dict(self.options)
         if family in LINEAR:
             if (
@@ -309,9 +327,15 @@ class Kind:
 QKV, GATE_UP = (r"\b[qkv]_proj", "qkv_proj"), (r"\b(gate|up)_proj", "gate_up_proj")
 ROUTER = r"\bmlp\.gate\.", "mlp.router."
 OF_LAYER = (r"\bmlp\.gate\b", "router.proj"), (r"\bmlp\.experts\b", "experts")
+SHARED_MLP = (
+    (r"\b(gate|up)_proj", "input_linear"),
+    (r"\bdown_proj", "output_linear"),
+    (r"\bmlp\b", "shared_mlp"),
+)
 FUSED = {
     "phi3": (QKV, GATE_UP),
     "glm4": (GATE_UP,),
+    "granite4": SHARED_MLP,
     "gpt-oss": (ROUTER,),
     "gemma4-moe": OF_LAYER,
 }

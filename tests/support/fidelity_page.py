@@ -29,7 +29,7 @@ NAMES = dict(
                 "OLMo 3",
                 "SmolLM 3",
             ),
-            *("Granite", "Gemma 3", "Gemma 4", "GLM 4", "Cohere 2", "Qwen 3.5"),
+            *("Granite 3", "Granite 4", "Gemma 3", "Gemma 4", "GLM 4", "Cohere 2", "Qwen 3.5"),
             *("Qwen 3 MoE", "Qwen 3.5 MoE", "Qwen 3 Next", "Gemma 4 MoE", "gpt-oss", "Mixtral"),
         ),
         strict=True,
@@ -54,7 +54,8 @@ ALL = f"**Families.** *All* are {', '.join([*NAMES.values()][:-1])} and {[*NAMES
 FAMILIES = """\
 - In the last six, the mixtures of experts, these kinds apply to attention, dense layers and shared
   experts. Experts have rows of their own.
-- In Phi 3, q, k and v are one projection, and so are gate and up; in GLM 4, gate and up are.
+- In Phi 3, q, k and v are one projection, and so are gate and up; in GLM 4 and Granite 4,
+  only gate and up are.
 - In Qwen 3.5, its mixture and Qwen 3 Next, the kinds apply to linear attention too.
 - `bias` applies to the biases that Qwen 2 and GLM 4 have. Those of gpt-oss can't be replaced,
   because `peft` saves the biases of its experts with them.

@@ -126,6 +126,13 @@ ROWS = [
     Row("OLMo 3", "olmo3", ("Olmo3",), tools="`olmo3`", reasoning=THINK),
     Row("Granite 3", "granite", ("Granite",), tools="`granite`"),
     Row(
+        "Granite 4 dense",
+        "granite4",
+        ("GraniteMoeHybrid",),
+        tools="`hermes`",
+        limits="no Mamba layers, no experts",
+    ),
+    Row(
         "GLM 4 dense",
         "glm4",
         ("Glm", "Glm4"),

@@ -175,13 +175,11 @@ def _layer_inputs(config: ModelConfig, i: int) -> list[Packed]:
 
 
 def _mlp(config: ModelConfig, i: int) -> list[Packed]:
-    name, hidden = f"model.layers.{i}.mlp.", config.hidden_size
-    inner = config.layer(i).intermediate_size
-    fused, bias = config.fused_mlp, config.mlp_bias
-    gate_up = _named(name, "gate_up_proj") if fused else _named(name, "gate_proj", "up_proj")
+    hidden, inner, bias = config.hidden_size, config.layer(i).intermediate_size, config.mlp_bias
+    *gate_up, down = _named(f"model.layers.{i}.", *config.mlp_names)
     return [
-        Packed(f"{i}.gate_up", "linear", hidden, (inner, inner), gate_up, bias, "column"),
-        Packed(f"{i}.down", "linear", inner, (hidden,), _named(name, "down_proj"), bias, "row"),
+        Packed(f"{i}.gate_up", "linear", hidden, (inner, inner), tuple(gate_up), bias, "column"),
+        Packed(f"{i}.down", "linear", inner, (hidden,), (down,), bias, "row"),
     ]
 
 

@@ -14,6 +14,7 @@ from weft.core.errors import ConfigError
 from weft.core.units import EXPERT_UNIT
 from weft.models.families import FAMILIES, family_of
 from weft.models.family import (
+    MLP_NAMES,
     NORM_NAMES,
     UNSCALED,
     Blocks,
@@ -71,8 +72,9 @@ class ModelConfig:
     """Whether q_proj's output has a gate behind each head's query."""
     fused_qkv: bool = False
     """Whether checkpoints and adapters have one projection for q, k and v."""
-    fused_mlp: bool = False
-    """Whether checkpoints and adapters have one projection for gate and up."""
+    mlp_names: tuple[str, ...] = MLP_NAMES
+    """What checkpoints and adapters call gate, up and down of a layer; two names if they have one
+    projection for gate and up."""
     blocks: Blocks = "pre"
     norm_names: tuple[str, ...] = ()
     """What a layer calls the norms around attention and MLP, in the order of their use."""
@@ -313,7 +315,8 @@ def _hf_config(folder: Path) -> Any:
 
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("intermediate_size", "moe_intermediate_size", "max_position_embeddings"),
+    *("intermediate_size", "moe_intermediate_size", "shared_intermediate_size"),
+    "max_position_embeddings",
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "vocab_size_per_layer_input"),
 )
@@ -337,7 +340,7 @@ def _build(
         architecture=architecture,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
-        intermediate_size=getattr(hf, "intermediate_size", 0),
+        intermediate_size=getattr(hf, family.mlp_width, 0),
         num_layers=hf.num_hidden_layers,
         num_heads=hf.num_attention_heads,
         num_kv_heads=shape.num_kv_heads if shape else hf.num_key_value_heads,
@@ -357,7 +360,7 @@ def _build(
         linear=family.linear(hf),
         output_gate=family.output_gate,
         fused_qkv=family.fused_qkv,
-        fused_mlp=family.fused_mlp,
+        mlp_names=family.mlp_names,
         blocks=family.blocks,
         norm_names=family.norm_names(hf) if family.norm_names else NORM_NAMES[family.blocks],
         activation=family.activation,

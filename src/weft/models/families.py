@@ -8,7 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from weft.core.errors import ConfigError
-from weft.models.family import Family, LinearConfig, MoeConfig, RopeParameters, Scales
+from weft.models.family import (
+    FUSED_MLP_NAMES,
+    Family,
+    LinearConfig,
+    MoeConfig,
+    RopeParameters,
+    Scales,
+)
 from weft.models.gemma4_config import GEMMA4
 from weft.models.layer_types import attention_types, layer_types, one_window_by_type, rope_by_type
 
@@ -71,6 +78,18 @@ def _granite_scales(hf: Any) -> Scales:
         attention=float(hf.attention_multiplier),
         logits=float(hf.logits_scaling),
     )
+
+
+def _granite4_windows(hf: Any) -> tuple[int | None, ...]:
+    if hf.num_local_experts:
+        message = f"num_local_experts {hf.num_local_experts} is not served, only 0: dense models"
+        raise ConfigError(message, "num_local_experts")
+    return (None,) * len(layer_types(hf, "full_attention"))
+
+
+def _granite4_ropes(hf: Any) -> tuple[RopeParameters | None, ...]:
+    rope = hf.rope_parameters if hf.position_embedding_type == "rope" else None
+    return (rope,) * int(hf.num_hidden_layers)
 
 
 def _gemma3_scales(hf: Any) -> Scales:
@@ -253,7 +272,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "MixtralForCausalLM": Family("mixtral", _one_window, moe=_mixtral),
     "Phi3ForCausalLM": Family(
-        "phi3", _one_window, fused_qkv=True, fused_mlp=True, partial_rotary=True
+        "phi3", _one_window, fused_qkv=True, mlp_names=FUSED_MLP_NAMES, partial_rotary=True
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2",
@@ -288,11 +307,21 @@ FAMILIES: dict[str, Family] = {
         mlp_bias="mlp_bias",
         scales=_granite_scales,
     ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granitemoehybrid",
+        _granite4_windows,
+        attention_bias="attention_bias",
+        attention_out_bias="attention_bias",
+        mlp_names=("shared_mlp.input_linear", "shared_mlp.output_linear"),
+        mlp_width="shared_intermediate_size",
+        ropes=_granite4_ropes,
+        scales=_granite_scales,
+    ),
     "GlmForCausalLM": Family(
         "glm",
         _no_windows,
         attention_bias="attention_bias",
-        fused_mlp=True,
+        mlp_names=FUSED_MLP_NAMES,
         partial_rotary=True,
         interleaved_rope=True,
     ),
@@ -300,7 +329,7 @@ FAMILIES: dict[str, Family] = {
         "glm4",
         _no_windows,
         attention_bias="attention_bias",
-        fused_mlp=True,
+        mlp_names=FUSED_MLP_NAMES,
         blocks="both",
         norm_names=lambda hf: (
             "input_layernorm",

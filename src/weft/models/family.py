@@ -30,6 +30,8 @@ NORM_NAMES: dict[Blocks, tuple[str, ...]] = {
     "gemma4": (),
 }
 """What most families call these norms within a layer, in the order of their use."""
+MLP_NAMES = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+FUSED_MLP_NAMES = ("mlp.gate_up_proj", "mlp.down_proj")
 RopeParameters = Mapping[str, Any]
 """A configuration's `rope_parameters`, for one kind of layer."""
 
@@ -209,8 +211,10 @@ class Family:
     mlp_bias: bool | str = False
     qk_norm: QkNorm | None = None
     fused_qkv: bool = False
-    fused_mlp: bool = False
-    """Whether gate and up are one projection."""
+    mlp_names: tuple[str, ...] = MLP_NAMES
+    """What a layer calls gate, up and down, or only two names if gate and up are one projection."""
+    mlp_width: str = "intermediate_size"
+    """The field that has the inner width of dense MLPs."""
     blocks: Blocks = "pre"
     norm_names: Callable[[Any], tuple[str, ...]] | None = None
     """What a layer calls its norms, in the order of their use, where that differs from

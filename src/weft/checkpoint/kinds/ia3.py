@@ -11,6 +11,9 @@ from weft.checkpoint.parts import AdapterParts, Array, Deferred, TargetParts, fi
 from weft.checkpoint.refuse import refuse, show
 from weft.core.targets import Target, TargetTable
 
+_UP = {"down_proj": ("up_proj", "gate_up_proj"), "output_linear": ("input_linear",)}
+"""By the last projection of an MLP: what up, or gate and up in one, may be called there."""
+
 
 def _sort(adapter: PeftAdapter) -> AdapterParts:
     found: dict[int, tuple[Target, str, Array]] = {}
@@ -34,19 +37,21 @@ def _scaled(config: PeftConfig, module: LinearModule, table: TargetTable) -> tup
         feeds_forward = module.tensors["ia3_l"].shape == (1, target.in_features)
     if not feeds_forward:
         return target, module.get("ia3_l", target.out_features, 1).values().reshape(-1)
-    if target.suffix != "down_proj":
+    if target.suffix not in _UP:
         refuse(
             "feedforward_modules",
-            f"{target.name}: the input of this projection can't be scaled, only that of down_proj",
+            f"{target.name}: only the input of an MLP's last projection can be scaled",
         )
-    # down_proj's input is silu(gate) * up: to scale it is to scale up_proj's output, or the second
-    # half of the output of both in one.
+    # Its input is silu(gate) * up: to scale it is to scale the output of up, or the second half of
+    # the output of both in one.
     scale = module.get("ia3_l", 1, target.in_features).values().reshape(-1)
-    mlp = target.name.removesuffix("down_proj")
-    if mlp + "up_proj" not in table.by_name and mlp + "gate_up_proj" in table.by_name:
-        gate_up = np.concatenate((np.ones_like(scale), scale))
-        return table.by_name[mlp + "gate_up_proj"], gate_up
-    return find_target(module.first, mlp + "up_proj", table), scale
+    mlp = target.name.removesuffix(target.suffix)
+    names = [mlp + up for up in _UP[target.suffix]]
+    name = next((name for name in names if name in table.by_name), names[0])
+    up = find_target(module.first, name, table)
+    if up.out_features == 2 * len(scale):
+        scale = np.concatenate((np.ones_like(scale), scale))
+    return up, scale
 
 
 def _feeds_forward(config: PeftConfig, module: str) -> bool | None:
