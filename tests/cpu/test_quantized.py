@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,8 +18,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AwqConfig,
+    BitsAndBytesConfig,
+    FineGrainedFP8Config,
+    GPTQConfig,
+    LlamaConfig,
+)
 from transformers.integrations.finegrained_fp8 import FP8Linear, _dequantize_fp8_weight
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from weft.bench.engine import preset_folder
 from weft.checkpoint.trained_on import warning_of_four_bits
@@ -183,6 +192,34 @@ def test_an_order_names_groups_that_are_there(tmp_path: Path) -> None:
         read(tensors, STATED["ct-w4-group"], tmp_path)
 
 
+def test_scales_of_compressed_tensors_round_values_to_their_dtype(tmp_path: Path) -> None:
+    tensors = stored("ct-fp8-block")
+    expected = tensors.pop("expected")
+    assert expected.dtype == torch.bfloat16
+    assert torch.equal(read(tensors, STATED["ct-fp8-block"], tmp_path).float(), expected.float())
+
+
+@pytest.mark.parametrize("case", ["ct-fp8-block", "ct-fp8-channel", "ct-fp8-tensor"])
+def test_floats_with_and_without_blocks_may_be_in_one_checkpoint(case: str, tmp_path: Path) -> None:
+    tensors = stored(case)
+    expected = tensors.pop("expected")
+    stated = copy.deepcopy(STATED["ct-fp8-block"])
+    stated["config_groups"] |= {"group_1": STATED["ct-fp8-channel"]["config_groups"]["group_0"]}
+    assert torch.equal(read(tensors, stated, tmp_path).float(), expected.float())
+
+
+def test_one_zero_point_of_packed_integers_is_not_packed(tmp_path: Path) -> None:
+    tensors = stored("ct-w4-group")
+    expected, packed = tensors.pop("expected").float(), tensors["x.weight_packed"]
+    tensors["x.weight_scale"] = torch.tensor([0.5])
+    tensors["x.weight_zero_point"] = torch.tensor([-3], dtype=torch.int8)
+    stated = compressed("pack-quantized", **FOUR | {"strategy": "tensor", "symmetric": False})
+    integers = ((packed[..., None] >> torch.arange(0, 32, 4)) & 15).flatten(1) - 8
+    values = read(tensors, stated, tmp_path)
+    assert values.shape == expected.shape
+    assert torch.equal(values, (integers + 3) * 0.5)
+
+
 def test_groups_of_gptq_have_the_stated_size(tmp_path: Path) -> None:
     """Without g_idx, 128 inputs in groups of 96 are 96 and 32, not twice 64."""
     tensors = {n: t for n, t in stored("gptq-4").items() if n in ("x.qweight", "x.qzeros")}
@@ -217,8 +254,10 @@ def test_fp8_is_what_transformers_reads(block: list[int] | None, tmp_path: Path)
     scales = torch.rand(() if block is None else (-(-64 // block[0]), -(-96 // block[1])))
     name = "x.weight_scale" if block is None else "x.weight_scale_inv"
     stated = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic"}
-    values = read({"x.weight": codes, name: scales}, stated, tmp_path)
-    assert torch.equal(values, _dequantize_fp8_weight(codes, scales, block, torch.float32))
+    for of_file in (scales, scales.bfloat16()):
+        values = read({"x.weight": codes, name: of_file}, stated, tmp_path)
+        wanted = _dequantize_fp8_weight(codes, of_file, block, torch.float32)
+        assert torch.equal(values.float(), wanted)
 
 
 def test_fp8_by_tensor_may_have_the_names_of_transformers(tmp_path: Path) -> None:
@@ -255,6 +294,7 @@ def test_fp8_by_tensor_may_have_the_names_of_transformers(tmp_path: Path) -> Non
         ("ct-fp8-channel", "x.weight", torch.zeros(8), "x.weight has shape"),
         ("ct-fp8-tensor", "x.weight", torch.zeros(32, 128), "x.weight has dtype F32"),
         ("bnb-int8", "x.weight", torch.zeros(8), "x.weight has shape"),
+        ("bnb-int8", "x.weight_format", torch.tensor(2, dtype=torch.uint8), "x.weight_format is 2"),
         ("ct-int8-channel", "x.weight", torch.zeros(8, dtype=torch.int8), "x.weight has shape"),
         ("ct-w4-group", "x.weight_packed", torch.zeros(8), "x.weight_packed has shape"),
         ("ct-w4-group", "x.weight_scale", torch.ones(32, 0), "can't be cut into 0 groups"),
@@ -290,12 +330,50 @@ def test_a_part_that_does_not_fit_is_named(
         (compressed("float-quantized", num_bits=4, type="float", strategy="channel"), "group_0"),
         (compressed("int-quantized", num_bits=6, type="int", strategy="channel"), "num_bits"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "quantization_config.fmt"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "quantization_config.expert_dtype"),
     ],
 )
 def test_a_setting_that_is_not_read_is_named(stated: Any, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_quantization({"quantization_config": stated}, mxfp4=False)
     assert caught.value.param is not None and caught.value.param.endswith(field)
+
+
+def saved(config: QuantizationConfigMixin) -> dict[str, Any]:
+    """What transformers writes of it into config.json."""
+    written: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
+    return written
+
+
+GPTQ_MODEL = {"bits": 4, "group_size": 32, "desc_act": False, "lm_head": False, "meta": {"mse": 0}}
+"""The fields of GPTQModel, for both methods."""
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        pytest.param(saved(AwqConfig(bits=4, group_size=32)), id="awq"),
+        pytest.param(saved(GPTQConfig(bits=4, group_size=32)), id="gptq"),
+        pytest.param(saved(FineGrainedFP8Config()), id="fp8"),
+        pytest.param(saved(BitsAndBytesConfig(load_in_4bit=True)), id="bitsandbytes"),
+        pytest.param(
+            GPTQ_MODEL
+            | dict.fromkeys(("method", "quant_method", "format", "checkpoint_format"), "gptq")
+            | {"pack_dtype": "int32", "sym": True},
+            id="gptqmodel",
+        ),
+        pytest.param(
+            GPTQ_MODEL
+            | dict.fromkeys(("method", "quant_method"), "awq")
+            | dict.fromkeys(("format", "checkpoint_format", "version"), "gemm")
+            | {"pack_dtype": "int32", "zero_point": True},
+            id="gptqmodel-awq",
+        ),
+        pytest.param(STATED["ct-int8-channel"] | {"quantization_status": "frozen"}, id="frozen"),
+    ],
+)
+def test_what_the_libraries_write_is_known(stated: dict[str, Any]) -> None:
+    assert read_quantization({"quantization_config": stated}, mxfp4=False) == stated
 
 
 def test_a_model_has_the_values_of_its_quantized_matrices(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ weight.nested_quant_map say of what; their mean is apart. weight.quant_state.bit
 fp4) is JSON text with shape, dtype and sizes of blocks.
 
 8 bits: weight, int8 (O, I), and SCB, float32 (O,), the greatest value of each output's row.
+weight_format, a byte, tells in which order values lie; 0 is that of rows.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from weft.models.quantized.values import Dequantized, Parts, Tensors, joined
 _MAP, _ABSMAX = ".weight.quant_map", ".weight.absmax"
 _NESTED_MAP, _NESTED_ABSMAX = ".weight.nested_quant_map", ".weight.nested_absmax"
 _STATES = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+_FORMAT = ".weight_format"
 _PER_INT8 = 7.874015718698502e-3
 """1 / 127, as bitsandbytes rounds it."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -33,13 +35,16 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 def read_bitsandbytes(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     parts = (_MAP, _ABSMAX, _NESTED_MAP, _NESTED_ABSMAX, *_STATES)
     whole = dict(joined(tensors, ".weight", parts, _four_bits))
-    return joined(whole, ".weight", (".SCB", ".weight_format"), _eight_bits)
+    return joined(whole, ".weight", (".SCB", _FORMAT), _eight_bits)
 
 
 def _eight_bits(parts: Parts) -> Dequantized:
     shape = outputs, _ = parts.shape(".weight", 2)
 
     def values() -> Tensor:
+        if _FORMAT in parts and (order := int(parts.read(_FORMAT, (), "U8"))) != 0:
+            name = parts.stem + _FORMAT
+            raise ConfigError(f"{name} is {order}, and only 0, plain rows, is served", name)
         numbers = parts.read(".weight", shape, "I8").float()
         return numbers * parts.read(".SCB", (outputs,), "F32")[:, None] * _PER_INT8
 

@@ -2,8 +2,9 @@
 
 Of a matrix (O, I), whose groups of inputs are G (one, where there is a scale for each output):
 weight_packed, int32 (O, I bits / 32), holds integers plus half their range; weight, int8 (O, I),
-holds them as they are. weight_scale is (O, G), weight_zero_point int8 (O, G), or int32
-(O bits / 32, G) where the weight is packed; weight_g_idx, int32 (I,), is each input's group.
+holds them as they are. weight_scale is (O, G), or (1,) for the whole matrix. weight_zero_point is
+int8 of the same shape, or int32 (O bits / 32, G) where a packed weight has more than one scale.
+weight_g_idx, int32 (I,), is each input's group.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ _PACKED, _SHAPE = ".weight_packed", ".weight_shape"
 
 def read_compressed(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     groups = [group["weights"] for group in stated["config_groups"].values()]
-    blocks = {block_size(g.get("block_structure")) for g in groups if g["strategy"] == "block"}
+    floats = [group for group in groups if group["type"] == "float"]
+    blocks = {block_size(g.get("block_structure")) for g in floats if g["strategy"] == "block"}
     if len(blocks) > 1:
         message = "quantization_config: blocks of several sizes in one checkpoint are not served"
         raise ConfigError(message, "quantization_config.config_groups")
-    plain = partial(_plain, block=next(iter(blocks), None))
+    mixed = any(group["strategy"] != "block" for group in floats)
+    plain = partial(_plain, block=next(iter(blocks), None), mixed=mixed)
     more = (_ZERO, _GROUPS, ".input_scale", ".input_zero_point")
     whole = dict(joined(tensors, _PACKED, (_SCALE, _SHAPE, *more), _packed))
     return joined(whole, ".weight", (_SCALE, *more), plain)
@@ -57,7 +60,9 @@ def _packed(parts: Parts) -> Dequantized:
         packed = parts.read(_PACKED, (outputs, words), "I32")
         numbers = unpacked(packed, bits).flatten(1)[:, :inputs]
         zeros = None
-        if _ZERO in parts:
+        if _ZERO in parts and parts.dtype(_ZERO) == "I8":
+            zeros = _plain_zeros(parts, bits)
+        elif _ZERO in parts:
             scales = parts.shape(_SCALE, 2)
             stored = parts.read(_ZERO, (-(-outputs * bits // 32), scales[1]), "I32")
             zeros = unpacked(stored.t(), bits).flatten(1)[:, :outputs].t()
@@ -66,19 +71,24 @@ def _packed(parts: Parts) -> Dequantized:
     return of_codes((outputs, inputs), codes)
 
 
-def _plain(parts: Parts, block: Block | None) -> Dequantized:
-    if parts.dtype(".weight") != "I8":
-        return fp8_matrix(parts, _SCALE, block)
+def _plain(parts: Parts, block: Block | None, mixed: bool) -> Dequantized:
+    """`mixed`: whether floats may also have one scale, or one for each output."""
     outputs, inputs = parts.shape(".weight", 2)
+    if parts.dtype(".weight") != "I8":
+        of_rows = mixed and parts.shape(_SCALE) in ((), (1,), (outputs, 1))
+        return fp8_matrix(parts, _SCALE, None if of_rows else block, rounds=True)
 
     def codes() -> Codes:
         numbers = parts.read(".weight", (outputs, inputs), "I8").to(torch.int32) + 128
-        zeros = None
-        if _ZERO in parts:
-            zeros = parts.read(_ZERO, parts.shape(_SCALE), "I8").to(torch.int32) + 128
+        zeros = _plain_zeros(parts, 8) if _ZERO in parts else None
         return _integers(parts, 8, numbers, zeros)
 
     return of_codes((outputs, inputs), codes)
+
+
+def _plain_zeros(parts: Parts, bits: int) -> Tensor:
+    """Zero points that are not packed, plus half the range of the integers."""
+    return parts.read(_ZERO, parts.shape(_SCALE), "I8").to(torch.int32) + (1 << (bits - 1))
 
 
 def _integers(parts: Parts, bits: int, numbers_OI: Tensor, zeros: Tensor | None) -> Codes:

@@ -21,7 +21,7 @@ def read_fp8(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str,
     block = block_size(stated.get("weight_block_size"))
     inverse = ".weight_scale_inv"
     scale = inverse if block or any(n.endswith(inverse) for n in tensors) else ".weight_scale"
-    make = partial(fp8_matrix, scale=scale, block=block)
+    make = partial(fp8_matrix, scale=scale, block=block, rounds=False)
     return joined(tensors, ".weight", (scale, ".input_scale", ".activation_scale"), make)
 
 
@@ -36,17 +36,21 @@ def block_size(stated: Any) -> Block | None:
     return stated[0], stated[1]
 
 
-def fp8_matrix(parts: Parts, scale: str, block: Block | None) -> Dequantized:
+def fp8_matrix(parts: Parts, scale: str, block: Block | None, rounds: bool) -> Dequantized:
+    """`rounds`: whether values have the dtype of the scales; else they are float32."""
     outputs, inputs = shape = parts.shape(".weight", 2)
+
+    def with_dtype(scales: Tensor) -> Tensor:
+        return scales if rounds and scales.dtype != torch.float8_e8m0fnu else scales.float()
 
     def codes() -> Codes:
         numbers = parts.read(".weight", shape, "F8_E4M3").view(torch.uint8)
         if block is None:
             scales = _scale_of_rows(parts, scale, outputs)
-            return Codes("e4m3", numbers, scales.expand(outputs, 1))
+            return Codes("e4m3", numbers, with_dtype(scales).expand(outputs, 1))
         rows, columns = block
         size = -(-outputs // rows), -(-inputs // columns)
-        scales = parts.read(scale, size, *FLOATS, "F8_E8M0").float()
+        scales = with_dtype(parts.read(scale, size, *FLOATS, "F8_E8M0"))
         scales = scales.repeat_interleave(rows, 0)[:outputs]
         if inputs % columns:  # the last block is narrower
             scales = scales.repeat_interleave(columns, 1)[:, :inputs]
