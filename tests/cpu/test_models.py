@@ -980,6 +980,16 @@ def test_of_a_tensor_in_two_files_the_last_counts(folder: Path, quantization: st
         assert torch.equal(values, matrix.dequantized(torch.float32)), key
 
 
+def test_a_model_saved_over_one_in_several_files_is_read(tmp_path: Path) -> None:
+    model = make_model(CONFIGS["llama"])
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1.0)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert torch.equal(reload(tmp_path).embed, model.get_input_embeddings().weight)
+
+
 def test_a_tied_head_may_be_stored_but_must_be_equal(tmp_path: Path) -> None:
     make_model(CONFIGS["llama3-tied"]).save_pretrained(tmp_path)
     embed = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]

@@ -364,7 +364,8 @@ def _stored_tensors(folder: Path, device: torch.device | str) -> Iterator[tuple[
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files that the index names, or the single one."""
+    """The safetensors files that the index names, or the single one, beside which transformers
+    leaves the index of an older model whose files it has removed."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         try:
@@ -372,7 +373,12 @@ def _files(folder: Path) -> list[Path]:
             names = sorted(set(stated["weight_map"].values()))
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ConfigError(f"{index} is not a safetensors index: {error}", "model") from error
-        return [_shard(folder, name) for name in names]
+        paths = [_shard(folder, name) for name in names]
+        missing = [path for path in paths if not path.is_file()]
+        if not missing:
+            return paths
+        if not single.is_file():
+            raise ConfigError(f"{missing[0]} is missing", "model")
     if single.is_file():
         return [single]
     pickled = [p.name for p in sorted(folder.iterdir()) if p.suffix in (".bin", ".pt", ".pth")]
@@ -384,10 +390,7 @@ def _files(folder: Path) -> list[Path]:
 def _shard(folder: Path, name: object) -> Path:
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
         raise ConfigError(f"the index of {folder} names {name!r}, not a safetensors file", "model")
-    path = folder / name
-    if not path.is_file():
-        raise ConfigError(f"{path} is missing", "model")
-    return path
+    return folder / name
 
 
 def _check(name: str, stored: Any, shape: tuple[int, ...]) -> None:
