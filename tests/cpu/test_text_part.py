@@ -20,6 +20,7 @@ from transformers import (
     Mistral3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3_5MoeConfig,
 )
 
 from weft import LLM, SamplingParams
@@ -126,17 +127,17 @@ def greedy(model: torch.nn.Module) -> list[int]:
     return ids[len(PROMPT) :]
 
 
-def adapt(base: Base, folder: Path, targets: str) -> PeftModel:
+def adapt(base: Base, folder: Path, targets: str, **fields: Any) -> PeftModel:
     """An adapter with random weights, and in one module a rank and an alpha of its own."""
     one = "model.language_model.layers.0.self_attn.q_proj"
     config = LoraConfig(
-        r=3, target_modules=targets, rank_pattern={f"^{one}$": 5}, alpha_pattern={one: 32}
+        r=3, target_modules=targets, rank_pattern={f"^{one}$": 5}, alpha_pattern={one: 32}, **fields
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other libraries, about each other
         model = get_peft_model(copy.deepcopy(base[0]), config)
-    randomise(model)
-    model.save_pretrained(folder)
+        randomise(model)
+        model.save_pretrained(folder)
     return model.eval()
 
 
@@ -148,6 +149,50 @@ def test_text_is_answered_as_by_the_whole_model(base: Base, tmp_path: Path) -> N
         own, other = llm.generate([PROMPT] * 2, params, [None, "adapted"])
     assert own.token_ids == greedy(model)
     assert other.token_ids == greedy(adapted) != own.token_ids
+
+
+TEXT_MODEL = "model.language_model"
+
+
+def check_next_token(base: Base, adapted: PeftModel, folder: Path) -> None:
+    """The adapter in `folder` gives the log-probabilities of `adapted`, and the base others."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5, ignore_eos=True)
+    with LLM(base[1], {"adapted": folder}, **OPTIONS) as llm:
+        outputs = llm.generate([PROMPT] * 2, params, [None, "adapted"])
+    with torch.inference_mode():
+        wanted = adapted(input_ids=torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+    own, other = (dict(out.logprobs[0].top) for out in outputs if out.logprobs)
+    assert other == pytest.approx({token: float(wanted[token]) for token in other}, abs=1e-4)
+    assert own != pytest.approx({token: float(wanted[token]) for token in own}, abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"modules_to_save": [f"{TEXT_MODEL}.embed_tokens", "language_model.norm"]},
+        {"trainable_token_indices": {f"{TEXT_MODEL}.embed_tokens": [6, 7, 44]}},
+    ],
+    ids=["modules", "tokens"],
+)
+def test_whole_modules_and_tokens_may_have_their_full_names(
+    base: Base, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    adapted = adapt(base, tmp_path, r".*language_model.*\.(q|up)_proj", **fields)
+    check_next_token(base, adapted, tmp_path)
+
+
+def test_experts_may_have_their_full_names(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    shared = {"shared_expert_intermediate_size": 16, "layer_types": ["full_attention"] * 2}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
+    config = Qwen3_5MoeConfig(text_config=TEXT | experts | shared, vision_config=vision)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    names = [f"{TEXT_MODEL}.layers.1.mlp.experts.{n}" for n in ("gate_up_proj", "down_proj")]
+    base = model, tmp_path / "base"
+    adapted = adapt(base, tmp_path / "adapted", r".*\.q_proj", target_parameters=names)
+    check_next_token(base, adapted, tmp_path / "adapted")
 
 
 def test_what_sees_images_is_not_served(base: Base, tmp_path: Path) -> None:

@@ -60,29 +60,32 @@ class PeftConfig:
         return next((value for pattern, value in patterns if pattern.matches_module(key)), default)
 
     def selects_parameter(self, name: str) -> bool:
+        """Whether `target_parameters` names it. `name`: in the model that was trained."""
         listed = self.target_parameters
         return bool(listed) and any(_ends_with(name, entry) for entry in listed)
 
-    def _trained(self, module: str) -> str:
-        """The name of a base's module in the model that was trained."""
+    def trained(self, module: str) -> str:
+        """The name of a base's module or parameter in the model that was trained."""
+        dotted = module + "."
         for own, theirs in self.naming.items():
-            if module.startswith(own):
-                return theirs + module.removeprefix(own)
+            if dotted.startswith(own):
+                return (theirs + dotted.removeprefix(own)).removesuffix(".")
         return module
 
     def _key_of(self, module: str) -> str:
         """The name to match patterns with: the module's, or its weight's if that is selected."""
-        module = self._trained(module)
+        module = self.trained(module)
         weight = module + ".weight"
         return weight if self.selects_parameter(weight) else module
 
     def saves(self, module: str) -> bool:
         """Whether the whole module was trained."""
-        return module.endswith(self.modules_to_save)
+        return self.trained(module).endswith(self.modules_to_save)
 
     def token_ids(self, module: str) -> tuple[int, ...] | None:
         """The tokens whose rows of the module were trained."""
-        found = [ids for ending, ids in self.token_indices.items() if module.endswith(ending)]
+        name = self.trained(module)
+        found = [ids for ending, ids in self.token_indices.items() if name.endswith(ending)]
         if len(found) > 1:
             refuse("trainable_token_indices", f"names {module} more than once")
         return found[0] if found else None
@@ -91,16 +94,18 @@ class PeftConfig:
         """Raises AdapterInvalid unless `saved` holds all that `modules_to_save` asks for and
         `trainable_token_indices` names modules among those of the base, `known`. `others`: tensors
         of the base that no adapter changes. PEFT ignores what names no module of the base."""
-        around = {name[:at] for name in (*known, *others) for at in _dots(name)}
+        named = {module: self.trained(module) for module in (*known, *others)}
+        around = {name[:at] for name in named.values() for at in _dots(name)}
         for ending in self.modules_to_save:
-            modules = [module for module in known if module.endswith(ending)]
+            modules = [module for module in known if named[module].endswith(ending)]
             if not modules and any(module.endswith(ending) for module in around):
                 refuse("modules_to_save", f"{show(ending)} is not served as a whole")
             for module in modules:
                 if module not in saved:
                     refuse("modules_to_save", f"the file holds no weight of {module}")
         for ending in self.token_indices:
-            if not any(module.endswith(ending) for module in ("model.embed_tokens", "lm_head")):
+            embeddings = map(self.trained, ("model.embed_tokens", "lm_head"))
+            if not any(name.endswith(ending) for name in embeddings):
                 refuse("trainable_token_indices", f"{show(ending)} is no embedding of the base")
 
     def check_modules(self, modules: list[str], known: Collection[str]) -> None:
@@ -111,9 +116,9 @@ class PeftConfig:
             if not any(_ends_with(key, entry) for key in keys.values()):
                 refuse("target_parameters", f"no tensor of the file is for {show(entry)}")
         modules = [
-            self._trained(module) for module, key in keys.items() if not self.selects_parameter(key)
+            self.trained(module) for module, key in keys.items() if not self.selects_parameter(key)
         ]
-        known = [self._trained(module) for module in known]
+        known = [self.trained(module) for module in known]
         for module in modules:
             if not _selects(self.target_modules, module, default=True):
                 refuse("target_modules", f"does not select {module}, which the file adapts")

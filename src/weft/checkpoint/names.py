@@ -263,7 +263,8 @@ class Gathered:
     def _put_parameters(self, mlp: str, wrappers: Mapping[str, _ExpertModule]) -> None:
         """Put the tensors that hold all experts."""
         names = (f"{mlp}.experts.{parameter}" for parameter in _EXPERT_PARAMETERS)
-        wanted = [name for name in names if self._config.selects_parameter(name)]
+        config = self._config
+        wanted = [name for name in names if config.selects_parameter(config.trained(name))]
         parameters = dict(zip(reversed(_EXPERT_WRAPPERS), reversed(wanted), strict=False))
         for wrapper, module in wrappers.items():
             if wrapper not in parameters:
