@@ -204,6 +204,14 @@ def test_what_sees_images_is_not_served(base: Base, tmp_path: Path) -> None:
     assert "vision_tower" in str(caught.value.param)
 
 
+def test_the_text_model_alone_may_be_said_to_be_quantized(base: Base, tmp_path: Path) -> None:
+    config = json.loads((base[1] / "config.json").read_text())
+    stated = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config["text_config"]["quantization_config"] = stated
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model_config(tmp_path).quantized == stated
+
+
 def test_a_text_model_of_another_kind_is_refused(base: Base, tmp_path: Path) -> None:
     config = json.loads((base[1] / "config.json").read_text())
     config["text_config"]["model_type"] = "llama"

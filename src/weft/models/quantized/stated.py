@@ -112,12 +112,15 @@ without a value."""
 
 
 def read_quantization(raw: Mapping[str, Any], mxfp4: bool) -> Mapping[str, Any] | None:
-    """`quantization_config` of a config.json, None for a checkpoint that is not quantized.
+    """`quantization_config` of a config.json or of its `text_config`, None for a checkpoint that is
+    not quantized.
 
     `mxfp4`: whether the family's experts may be in that format. Raises ConfigError, naming the
     field, for a method that is not read and for a setting that would change the values."""
+    text = raw.get("text_config")
+    of_text = text if isinstance(text, dict) else {}
     for key in (_FIELD, "compression_config"):
-        stated = raw.get(key)
+        stated = raw.get(key) or of_text.get(key)
         if not stated:
             continue
         method = stated.get("quant_method") if isinstance(stated, dict) else stated
