@@ -364,23 +364,18 @@ def _stored_tensors(folder: Path, device: torch.device | str) -> Iterator[tuple[
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files that the index names, or the single one, beside which transformers
-    leaves the index of an older model whose files it has removed."""
+    """The single safetensors file, or those that the index names. If a folder has both, the index
+    is that of an older model, which transformers leaves there and doesn't read either."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():
+        return [single]
     if index.is_file():
         try:
             stated = json.loads(index.read_text(encoding="utf-8"))
             names = sorted(set(stated["weight_map"].values()))
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ConfigError(f"{index} is not a safetensors index: {error}", "model") from error
-        paths = [_shard(folder, name) for name in names]
-        missing = [path for path in paths if not path.is_file()]
-        if not missing:
-            return paths
-        if not single.is_file():
-            raise ConfigError(f"{missing[0]} is missing", "model")
-    if single.is_file():
-        return [single]
+        return [_shard(folder, name) for name in names]
     pickled = [p.name for p in sorted(folder.iterdir()) if p.suffix in (".bin", ".pt", ".pth")]
     if pickled:
         raise ConfigError(f"{folder} holds {pickled[0]}: only safetensors are read", "model")
@@ -390,7 +385,10 @@ def _files(folder: Path) -> list[Path]:
 def _shard(folder: Path, name: object) -> Path:
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
         raise ConfigError(f"the index of {folder} names {name!r}, not a safetensors file", "model")
-    return folder / name
+    path = folder / name
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing", "model")
+    return path
 
 
 def _check(name: str, stored: Any, shape: tuple[int, ...]) -> None:
