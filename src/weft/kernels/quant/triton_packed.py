@@ -221,29 +221,39 @@ ROOM = 40 << 10
 
 
 def form_of(x_TK: Tensor, weight: PackedMatrix) -> Form:
-    """How to cut a product of at most MANY_ROWS rows, from what was best on an H100 and an H200."""
+    """How to cut a product of at most MANY_ROWS rows, from what was best on an H100 for up to 32
+    rows, and on an H200 for more.
+
+    K stays whole if the columns alone make `many` programs. Otherwise it has up to `most` parts, as
+    long as there are not `enough` programs. Each has as many of its `stages` as fit, together with
+    ROOM, for all programs that a processor runs at once.
+    """
     O, four = weight.shape[0], weight.coding == "int4"  # noqa: E741
     rows, places = _tile_rows(len(x_TK)), processors(x_TK.device)
-    num_tiles, many = cdiv(len(x_TK), rows), places * 3 // 4
+    num_tiles, many, ahead = cdiv(len(x_TK), rows), places * 3 // 4, 2
     columns, warps = 128 if O % 128 == 0 else 64, 4
-    most, stages, enough = 8, 5 if four or rows > 8 else 6, places * 3 // 2
-    if rows > 32:
-        most, stages, enough = (4, 3, places * 2 // 3) if four or rows > 64 else (4, 5, many)
-        if four and rows == 64 and O % 256 == 0 and enough <= O // 256:
+    if rows <= 16:
+        most, enough, ahead = 8, places * 3 // 2, 4 if four else 2
+        stages = 5 if four or rows > 8 else 6
+    elif rows == 32 and four:
+        most, enough, stages = 8, places, 4
+    elif rows == 32 and O % 256 == 0 and many <= O // 256:
+        most, enough, stages, columns, warps = 1, 1, 3, 256, 8
+    elif rows == 32:
+        most, enough, stages, columns = 4, places * 3 // 2, 6, 64
+    else:
+        most, enough, stages = 4, places * 2 // 3, 3
+        if rows == 64 and not four:
+            enough, stages = many, 5
+        elif rows == 64 and O % 256 == 0 and enough <= O // 256:
             columns = 256
         warps = min(columns // 16, 8)
-    elif rows == 32 and four:
-        stages, enough = 4, places
-    elif rows == 32 and O % 256 == 0 and many <= O // 256:
-        columns, stages, warps = 256, 3, 8
-    elif rows == 32:
-        columns, most, stages = 64, 4, 6
     split, num_programs = 1, num_tiles * (O // columns)
     most = min(most, weight.words.shape[1], MEETING_FLOATS // (O * rows * num_tiles))
     if num_programs < many:
         while 2 * split <= most and num_programs * split < enough:
             split *= 2
-    form = Form(columns, stages, split, warps, ahead=4 if four and rows <= 16 else 2)
+    form = Form(columns, stages, split, warps, ahead=ahead)
     for_each, shared = cdiv(num_programs * split, places), _shared_memory(x_TK.device)
     at_once = for_each if for_each <= 3 else 2
     while form.stages > 3 and at_once * _shared_bytes(form, rows, weight) > shared - ROOM:
