@@ -1016,7 +1016,7 @@ def test_pickles_missing_files_and_wild_indexes_are_refused(folder: Path) -> Non
     index = folder / "model.safetensors.index.json"
     for name in ("../model.safetensors", "model.bin", 3, [], "missing.safetensors"):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
-        with pytest.raises(ConfigError, match="index|missing"):
+        with pytest.raises(ConfigError, match=r"index|missing"):
             load_weights(folder, config, torch.float32, "cpu")
 
 
