@@ -156,6 +156,21 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "damaged" in run("registry", "verify", *to, status=1)
 
 
+def test_only_a_release_unpins_a_name(tmp_path: Path) -> None:
+    place = tmp_path / "registry"
+    folders = [written(tmp_path / f"{seed}", adapter(seed)) for seed in range(3)]
+    for folder, flags, pinned in (
+        (folders[0], ["--pinned"], True),
+        (folders[1], ["--no-release"], True),
+        (folders[0], ["--no-release"], True),
+        (folders[2], [], False),
+        (folders[1], ["--no-release", "--pinned"], True),
+    ):
+        run("push", folder, "acme/sql", "--registry", place, *flags)
+        with SharedRegistry(DirectoryStore(place)) as shared:
+            assert shared.state.names["acme/sql"].pinned == pinned, flags
+
+
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_commands_that_only_look_make_no_registry(tmp_path: Path, scheme: str) -> None:
     place = tmp_path / "nowhere"

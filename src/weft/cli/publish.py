@@ -50,7 +50,12 @@ def push(
         ),
     ] = None,
     pinned: Annotated[
-        bool, typer.Option("--pinned", help="Keep it on the device even when nobody uses it.")
+        bool,
+        typer.Option(
+            "--pinned",
+            help="Keep it on the device even when nobody uses it. A push without this flag"
+            " unpins the name, unless it has --no-release.",
+        ),
     ] = False,
     release: Annotated[
         bool,

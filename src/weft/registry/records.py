@@ -107,6 +107,7 @@ class Publish(Struct, frozen=True, tag="publish", omit_defaults=True):
     release: bool = True
     """Whether all requests for the bare name go to it from now on."""
     pinned: bool = False
+    """Whether the name is pinned from now on. Without a release, False leaves that as it is."""
     expect: int | None = None
     """The generation that the name must have; None for any."""
 

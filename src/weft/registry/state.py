@@ -240,7 +240,8 @@ def _publish(state: State, change: Publish, actor: str) -> tuple[State, Done]:
         kept = kept | {number: version}
     route = Route((Share(number, 1.0),)) if change.release else old.route
     versions = _pruned(kept, route)
-    new = replace(old, versions=versions, route=route, pinned=change.pinned, removed_at=None)
+    pinned = change.pinned or (old.pinned and not change.release)
+    new = replace(old, versions=versions, route=route, pinned=pinned, removed_at=None)
     state = _charge(state, change.name, old, new)
     what = f"publish v{number}" + ("" if change.release else ", not released")
     return _written(state, change.name, new, actor, what, number)
