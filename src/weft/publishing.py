@@ -38,10 +38,9 @@ def publish(
 
     `adapter` is a folder, anything else that `weft check` takes, or tensors by name, which may be
     torch's or numpy's and need their `config`. All requests for the name go to the new version,
-    unless `release` is False. `pinned` says whether servers keep the name on their devices. With
-    `release` False, only True changes that. With a `base`, whose configuration is read, the adapter
-    must be one for it; else only its files are checked, and servers refuse it if it does not fit
-    theirs.
+    and `pinned` says whether it stays on the devices. If `release` is False, both stay as they are,
+    unless `pinned` is True. With a `base`, whose configuration is read, the adapter must be one for
+    it; else only its files are checked, and servers refuse it if it does not fit theirs.
 
     Content that the name has already keeps its number. Raises AdapterError, GenerationConflict,
     QuotaExceeded, InvalidRequest, ConfigError, RegistryUnavailable.

@@ -28,17 +28,25 @@ INDENT = (0, 0, 0, 2)
 
 class Command(TyperCommand):
     """A command whose options are listed in two columns, under the titles of their panels, and
-    which says plainly what is wrong with a value."""
+    which says plainly what is wrong with a value. Texts must be UTF-8, as neither servers nor other
+    processes could be told them; paths may be anything."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
         except typer.BadParameter as error:
             from pydantic import ValidationError
 
             if isinstance(error.__cause__, ValidationError):
                 error.message = _what_is_wrong(error.__cause__.errors()[0])
             raise
+        for param in self.params:
+            given = ctx.params.get(param.name or "")
+            for text in given if isinstance(given, list) else [given]:
+                if isinstance(text, str) and re.search("[\ud800-\udfff]", text):
+                    assert isinstance(param, TyperArgument | TyperOption)
+                    raise typer.BadParameter("it must be UTF-8.", ctx, param)
+        return rest
 
     def get_usage(self, ctx: Any) -> str:
         return super().get_usage(ctx).replace("{", "").replace("}", "").replace("......", "...")
