@@ -207,6 +207,21 @@ def test_frames_fit(width: int) -> None:
     assert any(line.startswith("a-name-of-an-") and "…" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("width", "figures"), [(60, ["10", "1.0", "121"]), (50, ["10", "1.0"]), (40, ["10"])]
+)
+def test_a_narrow_frame_has_names_before_figures(width: int, figures: list[str]) -> None:
+    lines = shown(measure(scrape(120), scrape(110)), width)
+    assert all(len(line) <= width for line in lines)
+    assert lines[-3].split() == ["sql", *figures, "device"]
+
+
+def test_a_sum_of_adapters_is_not_said_to_be_on_disk() -> None:
+    summed = parse(text(120, names=("sql", "french,sql")), 1120)
+    rows = measure(summed, summed).adapters()
+    assert [(r.name, r.level) for r in rows if "french" in r.name] == [("french,sql", "")]
+
+
 def test_at_most_so_many_rows() -> None:
     view = measure(scrape(120), scrape(110))
     lines = "\n".join(shown(view, max_rows=2))
@@ -349,6 +364,8 @@ def test_several_servers(server: Server, capsys: pytest.CaptureFixture[str]) -> 
     assert re.search(rf"^{there} +up +12 +3 +25% +0 +1 +2", shown, re.MULTILINE), shown
     assert re.search(r"^127.0.0.1:1 +no answer +- +-", shown, re.MULTILINE), shown
     assert "running              24" in shown
+    run_top(urls[::3], 0.0, once=True, console=Console(width=40, color_system=None))
+    assert re.search(rf"^{here} +engine down +12$", capsys.readouterr().out, re.MULTILINE)
     with pytest.raises(Unreachable, match="none of 2 servers answers; the first: can't reach"):
         run_top(["127.0.0.1:1", "127.0.0.1:2"], 0.0, once=True)
 

@@ -175,7 +175,7 @@ class AdapterRow:
     first_token: Latency
     per_token: Latency
     level: str
-    """gpu, cpu, disk; of the base `base`, of the sum of others nothing."""
+    """gpu, cpu, disk; of the base `base`; nothing of `other` and of a weighted sum of adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ class View:
                 num_requests=count,
                 first_token=self.latency(f"{times}_to_first_token_seconds", adapter=name),
                 per_token=self.latency(f"{times}_per_output_token_seconds", adapter=name),
-                level=level_of.get(name, "disk"),
+                level=level_of.get(name, "" if "," in name else "disk"),
             )
             for name, count in self.now.by("adapter", "weft:adapter_requests_total").items()
             if count

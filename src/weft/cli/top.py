@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -15,9 +17,13 @@ from rich.text import Text
 from weft.cli.scrapes import TierLoad, View, plain_url
 from weft.cli.watch import Watched, show
 
+NAME_WIDTH = 12
+"""The narrowest that the column of names may be."""
+
 
 def render(view: View, url: str, max_rows: int, notice: str = "") -> RenderableType:
-    """One frame, for any width from 80 on. `notice`: what is wrong with it."""
+    """One frame. All of it fits into 80 columns; a narrower one has fewer figures of adapters.
+    `notice`: what is wrong with it."""
     parts: list[RenderableType] = [_head(view, url)]
     if notice or not view.sum("weft:engine_up"):
         parts.append(Text(notice or "the engine does not answer", style="bold red"))
@@ -41,26 +47,28 @@ def render_several(watch: Watched, max_rows: int, notice: str) -> RenderableType
     ]
     whys = [notice] if notice else [error.message for error in watch.silent.values()]
     parts += [Text(why, style="bold red", no_wrap=True, overflow="ellipsis") for why in whys]
-    parts += [_servers(watch, view), panels(view), adapter_lines(view), Text()]
+    parts += [_OfWidth(partial(_servers, watch, view)), panels(view), adapter_lines(view), Text()]
     return Group(*parts, adapter_table(view, max_rows - len(whys)))
 
 
-def _servers(watch: Watched, view: View) -> Table:
+def _servers(watch: Watched, view: View, width: int) -> Table:
+    """A row for each server. Where there is no room for all figures, the last ones are left out."""
     table = Table(box=None, pad_edge=False)
     table.add_column("Server", no_wrap=True, overflow="ellipsis")
     table.add_column("State", no_wrap=True)
-    for title in ("Running", "Waiting", "KV", "Tokens/s", "Device", "Host"):
+    titles = ["Running", "Waiting", "KV", "Tokens/s", "Device", "Host"]
+    while titles and NAME_WIDTH + sum(2 + len(t) for t in ["engine down", *titles]) > width:
+        titles.pop()
+    for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     for name in watch.urls:
         if name in watch.silent:
-            table.add_row(Text(name), Text("no answer", "bold red"), *["-"] * 6)
+            table.add_row(Text(name), Text("no answer", "bold red"), *["-"] * len(titles))
             continue
         node = view.of_node(name)
         levels = node.now.by("level", "weft:adapters")
         is_up = node.sum("weft:engine_up")
-        table.add_row(
-            Text(name),
-            Text("up", "green") if is_up else Text("engine down", "bold red"),
+        figures = (
             f"{node.sum('vllm:num_requests_running'):,.0f}",
             f"{node.sum('vllm:num_requests_waiting'):,.0f}",
             f"{node.sum('vllm:kv_cache_usage_perc'):.0%}",
@@ -68,6 +76,8 @@ def _servers(watch: Watched, view: View) -> Table:
             f"{levels.get('gpu', 0):,.0f}",
             f"{levels.get('cpu', 0):,.0f}",
         )
+        state = Text("up", "green") if is_up else Text("engine down", "bold red")
+        table.add_row(Text(name), state, *figures[: len(titles)])
     return table
 
 
@@ -164,25 +174,48 @@ def _tier(tier: TierLoad) -> str:
     return f"{used}, {_share(tier.hit_share)} hits{evictions}"
 
 
-def adapter_table(view: View, max_rows: int) -> Table:
+def adapter_table(view: View, max_rows: int) -> RenderableType:
+    """The busiest adapters. Where there is no room for all figures, the last ones are left out."""
+    return _OfWidth(partial(_adapter_table, view, max_rows))
+
+
+def _adapter_table(view: View, max_rows: int, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=True, show_edge=False, pad_edge=False)
     table.add_column("Adapter", ratio=1, no_wrap=True, overflow="ellipsis")
-    for name in ("Tokens/s", "Requests/s", "Requests", "TTFT p50", "TPOT p50"):
-        table.add_column(name, justify="right", no_wrap=True)
+    titles = ["Tokens/s", "Requests/s", "Requests", "TTFT p50", "TPOT p50"]
+    while titles and NAME_WIDTH + sum(3 + len(each) for each in [*titles, "device"]) > width:
+        titles.pop()
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("In", no_wrap=True)
     for row in view.adapters()[:max_rows]:
         idle = not (row.tokens_per_s or row.requests_per_s)
-        table.add_row(
-            Text(row.name),
+        figures = (
             _rate(row.tokens_per_s),
             _rate(row.requests_per_s),
             f"{row.num_requests:,.0f}",
             _seconds(row.first_token.p50_s),
             _seconds(row.per_token.p50_s),
+        )
+        table.add_row(
+            Text(row.name),
+            *figures[: len(titles)],
             _SHOWN_LEVEL.get(row.level, row.level),
             style="dim" if idle else "",
         )
     return table
+
+
+@dataclass(frozen=True)
+class _OfWidth:
+    """What is made for the width that there is."""
+
+    made: Callable[[int], RenderableType]
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        yield self.made(options.max_width)
 
 
 _SHOWN_LEVEL = {"gpu": "device", "cpu": "host"}
