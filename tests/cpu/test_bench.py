@@ -302,6 +302,29 @@ def test_missing_plots_are_told_before_anything_is_measured(
     assert done.exit_code == 1 and "pip install 'weft[bench]'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        ("decode", "--pattern", "none,x"),
+        ("throughput", "--input-len", "x"),
+        ("serve http://127.0.0.1:9", "--choice", "x"),
+        ("ready", "--output-len", "x"),
+        ("churn", "--populations", "x"),
+        ("simulate", "--policy", "x"),
+        ("simulate --fleet 2", "--adapters", "1,2"),
+        ("decode", "--plot", "x"),
+        ("plot", "--history", "x"),
+    ],
+)
+def test_wrong_arguments_are_told_before_missing_plots(
+    command: str, flag: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("matplotlib", "aiohttp"):
+        monkeypatch.setitem(sys.modules, module, None)
+    done = weft("bench", *command.split(), flag, value)
+    assert done.exit_code == 1 and f"weft: error: {flag}" in done.stderr
+
+
 def test_a_plot_that_may_not_be_replaced_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

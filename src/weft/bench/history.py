@@ -26,8 +26,8 @@ def draw_history(history: Path, folder: Path) -> list[Path]:
     Returns the files that were written. Raises ConfigError if there is no such run, or a file can't
     be read or written.
     """
-    need("matplotlib", "plots need matplotlib")
     lines = read_history(history)
+    need("matplotlib", "plots need matplotlib")
     drawn: list[Path] = []
     for name, wanted, draw in _PLOTS:
         line = next((line for line in reversed(lines) if _fits(wanted, line)), None)

@@ -92,7 +92,6 @@ def check_plot(plot: Path | None) -> None:
     not."""
     if plot is None:
         return
-    need("matplotlib", "plots need matplotlib, unless you say --no-plot")
     if not can_be_written(plot):
         raise ConfigError(f"--plot {plot} can't be written", "plot")
     if plot.suffix.lower() != ".png":

@@ -111,7 +111,7 @@ def churn(
 
     Adapters are random. Exit status 1 if --verify finds other tokens.
     """
-    with reporting(None if flags.no_plot else flags.plot, flags.record) as done:
+    with reporting(None if flags.no_plot else flags.plot, flags.record) as measure:
         from weft.bench.churn import ChurnPlan, run_churn
         from weft.bench.workload import Choice, Lengths, parse_counts
 
@@ -129,7 +129,7 @@ def churn(
             verify=flags.verify,
             seed=flags.seed,
         )
-        done(run_churn(flags.model, plan, options))
+        measure(run_churn, flags.model, plan, options)
 
 
 @engine_options(
@@ -153,12 +153,12 @@ def cold(
     Shows the time to the first token of a lone request whose adapter is on the device, in host
     memory or on disk, and the time between tokens of a batch while adapters are loaded.
     """
-    with reporting(None if no_plot else plot, record) as done:
+    with reporting(None if no_plot else plot, record) as measure:
         from weft.bench.cold import ColdPlan, run_cold
         from weft.bench.engine import AdapterShape
 
         shape = AdapterShape(rank, split_names(targets))
-        done(run_cold(model, ColdPlan(repeats, seed), shape, options))
+        measure(run_cold, model, ColdPlan(repeats, seed), shape, options)
 
 
 @engine_options("enable_prefix_caching", "adapter_memory", "adapter_cache_dir")
@@ -189,9 +189,9 @@ def alora(
     The base reads the conversation; then several adapters judge it, one by one and all at once.
     Shows the tokens taken from the prefix cache, and the time to the first token.
     """
-    with reporting(None if no_plot else plot, record) as done:
+    with reporting(None if no_plot else plot, record) as measure:
         from weft.bench.alora import AloraPlan, run_alora
         from weft.bench.engine import AdapterShape
 
         plan = AloraPlan(conversation, adapters, repeats, seed)
-        done(run_alora(model, plan, AdapterShape(rank, split_names(targets)), options))
+        measure(run_alora, model, plan, AdapterShape(rank, split_names(targets)), options)

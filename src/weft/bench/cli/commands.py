@@ -69,7 +69,7 @@ def decode(
     The time is the difference between runs of 144 and of 16 output tokens, divided by 128. Prompts
     have 128 tokens. Adapters are random, and get the memory that all of them need.
     """
-    with reporting(None if no_plot else plot, record) as done:
+    with reporting(None if no_plot else plot, record) as measure:
         from weft.bench.decode import DecodePlan, run_decode
         from weft.bench.engine import AdapterShape
         from weft.bench.workload import PATTERNS, parse_counts, parse_names
@@ -80,7 +80,7 @@ def decode(
             repeats=repeats,
             seed=seed,
         )
-        done(run_decode(model, plan, AdapterShape(rank, split_names(targets)), options))
+        measure(run_decode, model, plan, AdapterShape(rank, split_names(targets)), options)
 
 
 @bench.command()
@@ -124,7 +124,7 @@ def throughput(
 
     Adapters are random, and get the memory that all of them need unless --adapter-memory is given.
     """
-    with reporting(None if no_plot else plot, record) as done:
+    with reporting(None if no_plot else plot, record) as measure:
         from weft.bench.engine import AdapterShape
         from weft.bench.throughput import ThroughputPlan, run_throughput
         from weft.bench.workload import PATTERNS, Lengths, parse_names
@@ -137,7 +137,7 @@ def throughput(
             output_len=Lengths.parse(output_len, "output_len"),
             seed=seed,
         )
-        done(run_throughput(model, plan, AdapterShape(rank, split_names(targets)), options))
+        measure(run_throughput, model, plan, AdapterShape(rank, split_names(targets)), options)
 
 
 @bench.command()
@@ -184,11 +184,11 @@ def prompts(
     **options: object,
 ) -> None:
     """Measure how fast prompts are read: at once, alone, from the prefix cache, beside decodes."""
-    with reporting(None if no_plot else plot, record) as done:
+    with reporting(None if no_plot else plot, record) as measure:
         from weft.bench.prompts import PromptsPlan, run_prompts
 
         sizes = tokens, together, prefix, beside, chunk
-        done(run_prompts(model, PromptsPlan(*sizes, repeats, seed), options))
+        measure(run_prompts, model, PromptsPlan(*sizes, repeats, seed), options)
 
 
 @bench.command()
@@ -230,13 +230,13 @@ def profile(
     **options: object,
 ) -> None:
     """Show what a GPU runs in decode steps: its idle share, the costliest kernels, LoRA's part."""
-    with reporting(None if no_plot else plot, record) as done:
+    with reporting(None if no_plot else plot, record) as measure:
         from weft.bench.engine import AdapterShape
         from weft.bench.profile import ProfilePlan, run_profile
         from weft.bench.workload import PATTERNS, parse_names
 
         plan = ProfilePlan(batch, parse_names(pattern, PATTERNS, "pattern"), seed)
-        done(run_profile(model, plan, AdapterShape(rank, split_names(targets)), options, trace))
+        measure(run_profile, model, plan, AdapterShape(rank, split_names(targets)), options, trace)
 
 
 @bench.command()
@@ -256,11 +256,11 @@ def startup(
     start. While kernels compile, it takes host memory for adapters. A server would load its own
     parts and the tokenizer meanwhile, in another process.
     """
-    with reporting(None if no_plot else plot, record) as done:
+    with reporting(None if no_plot else plot, record) as measure:
         from weft.bench.engine import AdapterShape
         from weft.bench.startup import run_startup
 
-        done(run_startup(model, AdapterShape(rank, split_names(targets)), options))
+        measure(run_startup, model, AdapterShape(rank, split_names(targets)), options)
 
 
 @bench.command()
@@ -306,18 +306,18 @@ def ready(
     Starts `weft serve` with adapters in folders, waits until it answers over HTTP, and asks it
     round by round: cold, and once more with the kernels and packed adapters of the first start.
     """
-    with reporting(None if no_plot else plot, record) as done:
+    with reporting(None if no_plot else plot, record) as measure:
         from weft.bench.report import need
-
-        need("aiohttp", "weft bench ready needs aiohttp")
-        from weft.bench.engine import AdapterShape
-        from weft.bench.ready import PATTERNS, ReadyPlan, run_ready
         from weft.bench.workload import Lengths, parse_names
 
         lengths = Lengths.parse(input_len, "input_len"), Lengths.parse(output_len, "output_len")
+        need("aiohttp", "weft bench ready needs aiohttp")
+        from weft.bench.engine import AdapterShape
+        from weft.bench.ready import PATTERNS, ReadyPlan, run_ready
+
         patterns = parse_names(pattern, PATTERNS, "pattern")
         plan = ReadyPlan(adapters, rounds, concurrency, *lengths, patterns)
-        done(run_ready(model, plan, AdapterShape(rank, split_names(targets)), options))
+        measure(run_ready, model, plan, AdapterShape(rank, split_names(targets)), options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,26 +404,29 @@ def serve(
 
     Exit status 1 if any request failed.
     """
-    with reporting(None if flags.no_plot else flags.plot, flags.record) as done:
+    with reporting(None if flags.no_plot else flags.plot, flags.record) as measure:
         from weft.bench.report import need
         from weft.bench.workload import Arrival, Choice, Lengths
 
+        choice, arrival = Choice.parse(flags.choice), Arrival.parse(flags.arrival)
+        input_len = Lengths.parse(flags.input_len, "input_len")
+        output_len = Lengths.parse(flags.output_len, "output_len")
         need("aiohttp", "weft bench serve needs aiohttp")
         from weft.bench.serve import LoadPlan, run_serve
 
         plan = LoadPlan(
             endpoint=flags.endpoint,
             models=split_names(flags.models) or (),
-            choice=Choice.parse(flags.choice),
-            arrival=Arrival.parse(flags.arrival),
+            choice=choice,
+            arrival=arrival,
             num_requests=flags.num_requests,
-            input_len=Lengths.parse(flags.input_len, "input_len"),
-            output_len=Lengths.parse(flags.output_len, "output_len"),
+            input_len=input_len,
+            output_len=output_len,
             ignore_eos=flags.ignore_eos,
             seed=flags.seed,
             timeout_s=flags.timeout,
         )
-        done(run_serve(flags.url, flags.api_key, plan, flags.include_base))
+        measure(run_serve, flags.url, flags.api_key, plan, flags.include_base)
 
 
 bench.command()(kernels)

@@ -73,7 +73,7 @@ def kernels(
     expand). The floor is the time to read and write their bytes at the bandwidth that the same run
     measures. Exit status 1 if a result is further from fp32 than rounding explains.
     """
-    with reporting(None if no_plot else plot, record) as done:
+    with reporting(None if no_plot else plot, record) as measure:
         from weft.bench.kernels import KernelPlan, run_kernels
         from weft.bench.workload import PATTERNS, parse_counts, parse_names
 
@@ -85,7 +85,7 @@ def kernels(
             seed=seed,
             quantization=quantization,
         )
-        done(run_kernels(model, device, lora_backend, plan))
+        measure(run_kernels, model, device, lora_backend, plan)
 
 
 def tune(

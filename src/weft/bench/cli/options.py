@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn, ParamSpec, Protocol
 
 import typer
 
@@ -14,6 +14,8 @@ from weft.terminal.options import MODEL, ending_in_one_line, tell_start, with_en
 
 if TYPE_CHECKING:
     from weft.bench.report import Report
+
+P = ParamSpec("P")
 
 WORKLOAD, OUTPUT = "Workload", "Output"
 SHAPES = (
@@ -105,16 +107,27 @@ def engine_options(*fixed: str) -> Callable[[Callable[..., None]], Callable[...,
     return decorate
 
 
+class Measure(Protocol):
+    """Runs a benchmark with its arguments, which are good, and shows its report. Ends the command
+    with exit status 1 if the report is not ok. Raises ConfigError if there would be no plot."""
+
+    def __call__(
+        self, run: Callable[P, Report], /, *args: P.args, **more: P.kwargs
+    ) -> NoReturn: ...
+
+
 @contextmanager
-def reporting(plot: Path | None, record: Path | None) -> Iterator[Callable[[Report], None]]:
-    """Checks before anything slow that the files can be written; the call shows a report, and ends
-    the command with exit status 1 if it is not ok."""
+def reporting(plot: Path | None, record: Path | None) -> Iterator[Measure]:
+    """Checks before anything slow that the files can be written."""
     with ending_in_one_line():
         tell_start("getting ready to measure, which takes some seconds")
-        from weft.bench.report import check_plot, check_record, show
+        from weft.bench.report import check_plot, check_record, need, show
         from weft.terminal.environment import collect
 
-        def done(report: Report) -> None:
+        def measure(run: Callable[P, Report], /, *args: P.args, **more: P.kwargs) -> NoReturn:
+            if plot is not None:
+                need("matplotlib", "plots need matplotlib, unless you say --no-plot")
+            report = run(*args, **more)
             sections = collect()
             environment = {name: sections[name] for name in ("weft", "machine", "gpu")}
             show(report, environment, plot, record)
@@ -122,7 +135,7 @@ def reporting(plot: Path | None, record: Path | None) -> Iterator[Callable[[Repo
 
         check_plot(plot)
         check_record(record)
-        yield done
+        yield measure
 
 
 def split_names(text: str | None) -> tuple[str, ...] | None:

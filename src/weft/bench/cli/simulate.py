@@ -12,7 +12,8 @@ from weft.bench.cli.options import WORKLOAD, NoPlot, Plot, Ranks, Record, Seed, 
 from weft.terminal.options import parse_bytes, with_flags
 
 if TYPE_CHECKING:
-    from weft.bench.report import Report
+    from weft.bench.fleet_simulate import FleetPlan
+    from weft.bench.simulate import SimulationPlan
 
 FLEET = "Fleet"
 
@@ -175,12 +176,18 @@ def simulate(
     column "best" is the hit rate of a cache that knows the future (Belady's MIN; for mixed ranks a
     greedy variant).
     """
-    with reporting(None if flags.no_plot else flags.plot, flags.record) as done:
-        done(_memory(flags) if flags.fleet is None else _fleet(flags, flags.fleet))
+    with reporting(None if flags.no_plot else flags.plot, flags.record) as measure:
+        if flags.fleet is None:
+            from weft.bench.simulate import run_simulate
+
+            measure(run_simulate, _memory(flags))
+        from weft.bench.fleet_simulate import run_fleet
+
+        measure(run_fleet, _fleet(flags, flags.fleet))
 
 
-def _memory(flags: SimulateFlags) -> Report:
-    from weft.bench.simulate import SimulationPlan, run_simulate
+def _memory(flags: SimulateFlags) -> SimulationPlan:
+    from weft.bench.simulate import SimulationPlan
     from weft.bench.simulator import Memory
     from weft.bench.traces import TraceKind
     from weft.bench.workload import parse_counts, parse_names
@@ -188,7 +195,7 @@ def _memory(flags: SimulateFlags) -> Report:
 
     known = tuple(POLICIES)
     traces = flags.trace or "zipf:1.0,uniform,bursts,flood"
-    plan = SimulationPlan(
+    return SimulationPlan(
         traces=tuple(TraceKind.parse(name) for name in traces.split(",")),
         adapters=parse_counts(flags.adapters or "64,256,1024,10000", "adapters"),
         ranks=parse_counts(flags.ranks, "ranks"),
@@ -199,11 +206,10 @@ def _memory(flags: SimulateFlags) -> Report:
         seed=flags.seed,
         shares=flags.shares,
     )
-    return run_simulate(plan)
 
 
-def _fleet(flags: SimulateFlags, num_nodes: int) -> Report:
-    from weft.bench.fleet_simulate import OMNISCIENT, FleetPlan, run_fleet
+def _fleet(flags: SimulateFlags, num_nodes: int) -> FleetPlan:
+    from weft.bench.fleet_simulate import OMNISCIENT, FleetPlan
     from weft.bench.fleet_trace import FleetTrace
     from weft.bench.workload import parse_counts, parse_names
     from weft.core.errors import ConfigError
@@ -213,7 +219,7 @@ def _fleet(flags: SimulateFlags, num_nodes: int) -> Report:
     adapters = parse_counts(flags.adapters or "2000", "adapters")
     if len(adapters) != 1:
         raise ConfigError("--adapters takes one number with --fleet", "adapters")
-    plan = FleetPlan(
+    return FleetPlan(
         traces=tuple(FleetTrace.parse(name) for name in (flags.trace or "zipf:1.0").split(",")),
         policies=known if flags.policy is None else parse_names(flags.policy, known, "policy"),
         num_nodes=num_nodes,
@@ -228,4 +234,3 @@ def _fleet(flags: SimulateFlags, num_nodes: int) -> Report:
         faults_each_s=flags.faults,
         seed=flags.seed,
     )
-    return run_fleet(plan)
