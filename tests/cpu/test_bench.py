@@ -325,6 +325,15 @@ def test_wrong_arguments_are_told_before_missing_plots(
     assert done.exit_code == 1 and f"weft: error: {flag}" in done.stderr
 
 
+def test_a_narrow_terminal_cuts_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    small = ("--fleet", "2", "--seconds", "2", "--adapters", "10", "--no-plot")
+    done = weft("bench", "simulate", *small)
+    assert done.exit_code == 0 and "seconds" in done.stdout
+    assert "bounded-hrw" in done.stdout and "…" not in done.stdout
+
+
 def test_a_plot_that_may_not_be_replaced_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,6 +175,8 @@ def fleet_table(rows: Sequence[FleetRow]) -> Table:
 
 def fleet_plot(batches: Sequence[tuple[str, FleetReplay]], seats: int, title: str) -> Figure:
     """Plot each node's batch over time, the busiest nodes at the bottom, with a panel each."""
+    from matplotlib.ticker import MaxNLocator
+
     figure, panels = new_figure(title, len(batches))
     for axes, (name, found) in zip(panels, batches, strict=True):
         by_node = np.array(found.batches, dtype=float).T
@@ -191,7 +193,8 @@ def fleet_plot(batches: Sequence[tuple[str, FleetReplay]], seats: int, title: st
             interpolation="nearest",
         )
         axes.grid(visible=False)
-        axes.set_title(name, loc="left", fontsize=10)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_title(name.replace(", ", "\n"), loc="left", fontsize=10)
         axes.set_xlabel("seconds")
     panels[0].set_ylabel("node")
     figure.colorbar(image, ax=list(panels), label="running requests")

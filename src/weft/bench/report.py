@@ -59,6 +59,7 @@ def show(
     is_watched = console.is_terminal
     if not is_watched:
         console = Console(width=FILE_WIDTH)
+    console.width = _width_without_cuts(console, report.shown)
     console.print(Text(report.title, "bold"))
     console.print(report.shown)
     if plot is not None:
@@ -79,6 +80,15 @@ def show(
             file.write(text + "\n")
     if not is_watched:
         print(text, flush=True)
+
+
+def _width_without_cuts(console: Console, shown: RenderableType) -> int:
+    """The console's width, or more if figures would be cut there. The terminal then wraps lines."""
+    for width in range(console.width, 2 * FILE_WIDTH, 10):
+        lines = console.render_lines(shown, console.options.update_width(width))
+        if not any("…" in part.text for line in lines for part in line):
+            return width
+    return console.width
 
 
 def can_be_written(file: Path) -> bool:
