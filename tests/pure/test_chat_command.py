@@ -72,6 +72,8 @@ def test_what_a_model_writes_does_not_control_the_terminal(url: str, world: Worl
 def test_what_goes_wrong(url: str) -> None:
     for flags, told in (
         (["nobody"], "nobody"),
+        (["alias?x=#"], "'alias?x=#'"),
+        (["x/../alias"], "'x/../alias'"),
         (["--api-key", "wrong"], "API key"),
         (["--url", "http://127.0.0.1:9"], "can't reach http://127.0.0.1:9: Connection refused"),
         (["--url", "http://[::1"], "can't reach http://[::1: Invalid port"),
@@ -95,6 +97,13 @@ def test_without_stdin_it_ends(url: str) -> None:
         command, shell=True, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+@pytest.mark.parametrize("name", ["x/../y", "../x", "x/.."])
+def test_names_with_dots_are_not_resolved(url: str, name: str) -> None:
+    command = ["push", str(ADAPTERS["upper"]), name, "--url", url, "--api-key", "secret"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1 and "lora_name must not hold" in done.stderr
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"null", b'{"data": {"id": 1}}', b'{"data": []}'])

@@ -145,8 +145,11 @@ class Talk:
 
     def choose(self, model: str) -> None:
         """Let this model answer from now on. Raises Unreachable, InvalidRequest."""
-        with self._reaching():
-            self.model = str(self._get(f"/v1/models/{model}")["id"]) if model else self.model
+        from weft.cli.scrapes import in_path
+
+        if model:
+            with self._reaching():
+                self.model = str(self._get(f"/v1/models/{in_path(model)}")["id"])
 
     def ask(self, message: str) -> Iterator[str]:
         """The pieces of the answer to a message. Both are part of the conversation when the answer

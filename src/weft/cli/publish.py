@@ -7,7 +7,6 @@ import io
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import quote
 
 import typer
 
@@ -88,7 +87,7 @@ def _send(
 ) -> None:
     import httpx
 
-    from weft.cli.scrapes import plain_url, unreachable
+    from weft.cli.scrapes import in_path, plain_url, unreachable
     from weft.publishing import check, files_of_folder
     from weft.registry.unpack import tar_of
 
@@ -98,7 +97,7 @@ def _send(
     streams = {each: io.BytesIO(content) for each, content in files.items()}
     try:
         answer = httpx.put(
-            f"{url}/v1/adapters/{quote(name)}",
+            f"{url}/v1/adapters/{in_path(name)}",
             params={"pinned": "true"} if pinned else {},
             content=tar_of(streams),
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},

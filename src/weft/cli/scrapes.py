@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from urllib.parse import quote
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -153,6 +154,11 @@ def plain_url(given: str) -> str:
     """`localhost:8000/v1/` and `localhost:8000/metrics` as http://localhost:8000."""
     url = given if "://" in given else f"http://{given}"
     return url.rstrip("/").removesuffix("/metrics").removesuffix("/v1").rstrip("/")
+
+
+def in_path(name: str) -> str:
+    """The name as a part of a URL's path. Its dots are escaped, as clients resolve `..`."""
+    return quote(name).replace(".", "%2E")
 
 
 @dataclass(frozen=True, slots=True)
