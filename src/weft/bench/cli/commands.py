@@ -429,11 +429,8 @@ def serve(
         measure(run_serve, flags.url, flags.api_key, plan, flags.include_base)
 
 
-bench.command()(kernels)
-bench.command()(churn)
-bench.command()(cold)
-bench.command()(alora)
-bench.command()(simulate)
+for command in (kernels, churn, cold, alora, simulate):
+    bench.command()(command)
 
 
 @bench.command("plot")
