@@ -13,6 +13,9 @@ MAX_REPEATS = 1000
 """How many repetitions a regular expression may have: the time that they take to be compiled, and
 to be followed, grows with the square of their number."""
 _REPEAT = re.compile(r"\\.|[*+?]|\{[0-9,]+\}", re.DOTALL)
+MAX_COUNT = 2**31 - 1
+"""The largest number of repetitions that xgrammar reads: it takes `a{4294967298}` for `a{2}`."""
+_BOUNDS = re.compile(r"\{([0-9]+)(?:,([0-9]*))?\}")
 _ATOM = re.compile(
     r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|c[A-Za-z]|0[0-9]+|.)|\[\^?|\(\?P(?=<)|.", re.DOTALL
 )
@@ -42,6 +45,8 @@ _BY_GRAMMAR = "\xe9{0}"
 some of which allow too much: that of `5(x[0-9]+)?` allows 59. It makes others into rules, which are
 right, and take ten times as long to follow."""
 _CODE = re.compile(r"\\[ux]([0-9a-fA-F]+)")
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
+"""The control characters that have a letter."""
 _SET = re.compile(r"\\[dDwWsS]")
 _UNKNOWN_ESCAPE = re.compile(r"\\(?:(?![dDwWsSnrtfv])[a-zA-Z1-9]|0[0-9]+)")
 _UNKNOWN_GROUP = re.compile(r"\(\?(?!:|P?<\w)P?<?.?", re.DOTALL)
@@ -103,6 +108,8 @@ def enforceable_regex(pattern: str, in_json: bool = False) -> str:
             raise refusal(f"{group[0]} in a regular expression is not supported")
         elif atoms[-1:] in _BEFORE_REPEATS.get(atom, []):
             raise refusal(f"{atom} in a regular expression has nothing to repeat")
+        elif bounds := _BOUNDS.match(pattern, match.start()):
+            _check_bounds(bounds)
         elif atom == ".":
             atom = rf"{without}\n\r]"
         elif atom in (r"\D", r"\W", r"\S"):
@@ -119,6 +126,16 @@ def enforceable_regex(pattern: str, in_json: bool = False) -> str:
     if in_class:
         raise refusal("a class in a regular expression has no end")
     return "".join(atoms) + (_BY_GRAMMAR if in_json and not _has_right_automaton(atoms) else "")
+
+
+def _check_bounds(bounds: re.Match[str]) -> None:
+    """Raise InvalidRequest for a number of repetitions that xgrammar can't count to, and for a
+    range of numbers that is reversed."""
+    numbers = [digits.lstrip("0") for digits in bounds.groups() if digits]
+    if any(len(digits) > len(str(MAX_COUNT)) or int(digits or 0) > MAX_COUNT for digits in numbers):
+        raise refusal(f"a regular expression repeats something more than {MAX_COUNT} times")
+    if len(numbers) == 2 and int(numbers[0] or 0) > int(numbers[1] or 0):
+        raise refusal(f"{bounds[0]} in a regular expression has its bounds reversed")
 
 
 def _has_right_automaton(atoms: list[str]) -> bool:
@@ -167,6 +184,9 @@ def _members(atoms: list[str], in_json: bool = False) -> list[str]:
         ends = atoms[n : n + 3 : 2]
         if atoms[n + 1 : n + 2] == ["-"] and len(ends) == 2 and not any(map(_SET.fullmatch, ends)):
             low, high = map(_char, ends)
+            if low > high:
+                message = f"the range from {low!r} to {high!r} in a regular expression is reversed"
+                raise refusal(message)
             gaps = _GAPS if in_json else _GAP_OF_SURROGATES
             around = [gap for char, gap in gaps.items() if low < char < high]
             members += [ends[0], "-".join(["", *around, ""]), ends[1]]
@@ -185,11 +205,10 @@ def _needs_escape(atom: str) -> bool:
 
 
 def _char(atom: str) -> str:
-    """The character that an atom of a regular expression stands for; U+0000 for any control
-    character that has a letter."""
+    """The character that an atom of a regular expression stands for."""
     code = _CODE.fullmatch(atom)
     if code is not None:
         return chr(int(code[1], 16))
     if atom[0] == "\\":
-        return "\0" if atom[1] in "nrtfv0c" else atom[1]
+        return chr(ord(atom[2]) % 32) if atom[1] == "c" else _CONTROLS.get(atom[1], atom[1])
     return atom

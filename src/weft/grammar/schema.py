@@ -23,7 +23,7 @@ import re
 from itertools import combinations, starmap
 from typing import Any
 
-from weft.grammar.regex import enforceable_regex, refusal
+from weft.grammar.regex import MAX_COUNT, enforceable_regex, refusal
 
 _BOUNDS = "minimum maximum exclusiveMinimum exclusiveMaximum"
 
@@ -89,7 +89,6 @@ _FORMATS = _names("duration hostname ipv6 uri uri-reference uri-template uuid")
 _MAX_COUNTED = 64
 """With minProperties or maxProperties: the grammar grows with the cube of the properties."""
 _MAX_MULTIPLE = 1024
-_MAX_COUNT = 2**31 - 1
 _MAX_INTEGER = 2**53
 """Listed integers beyond it are rounded when xgrammar writes them."""
 _REFERENCE = re.compile(r"#(?:/(?:\$defs|definitions)/[^/]+)?")
@@ -312,8 +311,8 @@ def _is_rounded(value: object) -> bool:
 def _check_values(checked: dict[str, Any]) -> None:
     for key, value in checked.items():
         if key.startswith(("min", "max")) and key not in _KEYWORDS["number"]:
-            if type(value) is not int or not 0 <= value <= _MAX_COUNT:
-                raise refusal(f"{key!r} must be an integer in [0, {_MAX_COUNT}]")
+            if type(value) is not int or not 0 <= value <= MAX_COUNT:
+                raise refusal(f"{key!r} must be an integer in [0, {MAX_COUNT}]")
         elif key in _KEYWORDS["integer"] and type(value) not in (int, float):
             raise refusal(f"{key!r} must be a number")
     if "multipleOf" in checked:
