@@ -130,6 +130,11 @@ SERVED: dict[str, dict] = {
         "layers_pattern": "layers",
     },
     "excluded": {"r": 4, "target_modules": ["q_proj"], "exclude_modules": r".*\.0\..*"},
+    "a saved pattern saves nothing": {
+        "r": 4,
+        "target_modules": ALL_LINEAR,
+        "modules_to_save": [r"mlp\.(gate|up)_proj", "self.attn", r"0\.mlp|^no"],
+    },
     "gaussian": {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
     "orthogonal": {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
 }
@@ -242,6 +247,10 @@ FIELDS = [
     ("modules_to_save", ["lm_head"]),
     ("modules_to_save", ["norm"]),
     ("modules_to_save", ["mlp"]),
+    ("modules_to_save", ["[kq]_proj"]),
+    ("modules_to_save", ["self.attn"]),
+    ("modules_to_save", ["("]),
+    ("modules_to_save", ["q)|(_proj"]),
     ("modules_to_save", "lm_head"),
     ("modules_to_save", [""]),
     ("modules_to_save", [1]),

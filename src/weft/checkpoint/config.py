@@ -37,6 +37,8 @@ class PeftConfig:
     """Which biases of the base model were trained: "none", "lora_only" or "all"."""
     modules_to_save: tuple[str, ...] = ()
     """Endings of the names of modules that were trained as a whole."""
+    unadapted: tuple[Pattern, ...] = ()
+    """Modules that have no LoRA, as PEFT reads `modules_to_save` for this: as expressions."""
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Trained token ids by the ending of a module's name."""
     ensure_weight_tying: bool = False
@@ -136,7 +138,7 @@ class PeftConfig:
         """(field, reason) by which the config leaves out a module in spite of `target_modules`."""
         if _selects(self.exclude_modules, module, default=False):
             return "exclude_modules", f"excludes {module}, which the file adapts"
-        if any(f".{entry}." in f".{module}." for entry in self.modules_to_save):
+        if any(pattern.fullmatch(module) for pattern in self.unadapted):
             return "modules_to_save", f"says that {module} is whole, but the file adapts it"
         if self.layers_to_transform is None:
             return None

@@ -68,6 +68,11 @@ class Work:
         return compiled
 
 
+def is_plain(source: str) -> bool:
+    """Whether an expression is a module's name, or the end of one."""
+    return _MODULE.fullmatch(source) is not None
+
+
 class PatternError(ValueError):
     """The expression is malformed, too long, or means different things to different engines."""
 
@@ -105,7 +110,7 @@ def compile_pattern(source: str, work: Work) -> Pattern:
     """Raises PatternError."""
     if len(source) > _MAX_LENGTH:
         raise PatternError(f"is longer than {_MAX_LENGTH} characters")
-    if _MODULE.fullmatch(source):
+    if is_plain(source):
         parts = re.finditer(r"[^.]+", source)
         return Pattern(source, work, tuple((part.start(), part[0]) for part in parts))
     if _NOT_THE_SAME.search(source):
@@ -245,7 +250,7 @@ def pattern(source: str, work: Work) -> Pattern:
 def modules(fields: Fields, param: str) -> Modules:
     value = fields.get(param)
     if isinstance(value, str):
-        return None if value in ("", "all-linear") else _checkable(value, param)
+        return None if value.lower() in ("", "all-linear") else _checkable(value, param)
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):

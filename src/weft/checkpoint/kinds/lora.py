@@ -6,7 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from weft.checkpoint.config import PeftConfig
-from weft.checkpoint.fields import Fields, bounded, flag, is_off, names, token_ids
+from weft.checkpoint.fields import (
+    Fields,
+    Pattern,
+    Work,
+    bounded,
+    flag,
+    is_off,
+    is_plain,
+    names,
+    pattern,
+    token_ids,
+)
 from weft.checkpoint.kinds.base import LAYERS, Kind, PeftAdapter
 from weft.checkpoint.names import PROJECTIONS, WHOLE_SUFFIXES, Gathered, NamedTensors
 from weft.checkpoint.parts import (
@@ -64,11 +75,25 @@ def _configure(config: PeftConfig) -> PeftConfig:
         lora_bias=lora_bias,
         bias=bias,
         modules_to_save=names(fields, "modules_to_save"),
+        unadapted=_unadapted(names(fields, "modules_to_save")),
         token_indices=_token_indices(fields.get("trainable_token_indices")),
         ensure_weight_tying=flag(fields, "ensure_weight_tying"),
         invocation=_invocation(fields),
         residual_init=_residual_init(fields.get("init_lora_weights")),
     )
+
+
+def _unadapted(entries: tuple[str, ...]) -> tuple[Pattern, ...]:
+    """PEFT gives no LoRA to modules for which `(^|.*\\.)ENTRY($|\\..*)` matches a beginning of the
+    name. Entries that are plain names are joined, as there may be many."""
+    work = Work("modules_to_save")
+    plain = [entry for entry in entries if is_plain(entry)]
+    found = [Pattern(rf"(.*\.)?({'|'.join(plain)})(\..*)?", work)] if plain else []
+    for entry in entries:
+        if not is_plain(entry):
+            whole = pattern(rf"(^|.*\.){entry}($|\..*)", work).source
+            found.append(pattern(f"(?:{whole}).*", work))
+    return tuple(found)
 
 
 def _token_indices(value: object) -> dict[str, tuple[int, ...]]:
