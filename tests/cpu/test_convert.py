@@ -233,6 +233,7 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("lokr", {"r": 900}, f"{DOWN0}.lokr_w1"),
     ("ia3", {"feedforward_modules": []}, f"{DOWN0}.ia3_l"),
     ("ia3", {"feedforward_modules": ["o_proj", "down_proj"]}, "feedforward_modules"),
+    ("ia3", {"feedforward_modules": ["mlp.down_proj"]}, "feedforward_modules"),
     ("ia3", {"feedforward_modules": "("}, "feedforward_modules"),
     ("ia3", {"feedforward_modules": 1}, "feedforward_modules"),
     ("ia3", {"modules_to_save": ["lm_head"]}, "modules_to_save"),

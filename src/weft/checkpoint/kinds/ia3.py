@@ -63,6 +63,9 @@ def _feeds_forward(config: PeftConfig, module: str) -> bool | None:
         return pattern(value, Work("feedforward_modules")).fullmatch(module)
     if not isinstance(value, list) or any(not isinstance(entry, str) for entry in value):
         refuse("feedforward_modules", f"must be a string or a list of strings, got {show(value)}")
+    targets = config.options.get("target_modules")
+    if isinstance(targets, list) and (others := sorted(set(value) - set(targets))):
+        refuse("feedforward_modules", f"PEFT refuses {show(others)}, as target_modules lacks them")
     return any(module.endswith(entry) for entry in value)
 
 
