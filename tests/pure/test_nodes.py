@@ -17,7 +17,7 @@ from packed_adapters import adapter, tar
 from toy_tokenizers import byte_level
 
 from weft.core.adapters import AdapterInfo, AdapterSource
-from weft.core.errors import AdapterConflict, RegistryUnavailable
+from weft.core.errors import AdapterConflict, AdapterUnavailable, RegistryUnavailable
 from weft.registry.blobs import Blobs
 from weft.registry.contents import Contents
 from weft.registry.records import Label, RemoveTenant, SetTenant
@@ -480,6 +480,38 @@ def test_a_download_that_the_disk_damages_is_fetched_again(tmp_path: Path) -> No
         answer = await node.ask("sql@v1")
         assert answer.status_code == 503 and "changed on disk" in answer.text
         node.follower._failed.clear()  # as after some seconds
+        assert await node.text("sql@v1") == "cbaA"
+
+    fleet(tmp_path, scenario, count=1)
+
+
+def test_a_download_that_is_whole_is_not_read_again_after_each_failed_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(node: Node) -> None:
+        node.store.folder = lambda _: None  # as a bucket
+        contents = node.follower.blobs._contents = Contents(tmp_path / "cache")
+        checks: list[str] = []
+        await node.load("sql", "A")
+        await node.load("sql", "B", load_inplace=True)
+        await settled(node)
+
+        async def full(*_: object) -> None:
+            raise AdapterUnavailable("there is no memory", "model")
+
+        def counted(digest: str, sha256: str) -> bool:
+            checks.append(digest)
+            return Contents.is_whole(contents, digest, sha256)
+
+        monkeypatch.setattr(contents, "is_whole", counted)
+        with monkeypatch.context() as patch:
+            patch.setattr(node.world.engine, "hold", full)
+            for _ in range(3):
+                answer = await node.ask("sql@v1")
+                assert answer.status_code == 503 and "no memory" in answer.text
+                for key, failure in node.follower._failed.items():  # as after some seconds
+                    node.follower._failed[key] = failure._replace(until_s=0.0)
+        assert checks == [digest_of("A")]
         assert await node.text("sql@v1") == "cbaA"
 
     fleet(tmp_path, scenario, count=1)

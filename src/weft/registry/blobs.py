@@ -163,11 +163,12 @@ class Blobs:
         except OSError as error:
             raise not_kept(error) from error
 
-    def recheck(self, version: Version) -> None:
-        """Compare what was downloaded of a version with its digests, and forget it if the disk has
-        damaged it. To be called when it can't be loaded."""
-        if self._contents is not None and version.listing:
-            self._contents.drop_if_damaged(version.digest, version.listing)
+    def is_whole(self, version: Version) -> bool:
+        """Whether what was downloaded of a version still has its digests; if the disk has damaged
+        it, it is forgotten. To be called when it can't be loaded."""
+        return self._contents is not None and self._contents.is_whole(
+            version.digest, version.listing
+        )
 
     def _kept(self, contents: Contents, digest: str, holders: Sequence[str], sha256: str) -> Folder:
         listing = contents.find_listing(digest, sha256) if sha256 else None

@@ -223,12 +223,12 @@ class Contents:
         said = self.read_piece(content_key(digest, sha256), LISTING, 0, MAX_LISTING_BYTES)
         return None if said is None else parse_listing(said, digest, sha256)
 
-    def drop_if_damaged(self, digest: str, sha256: str) -> None:
-        """Remove a content whose files are not those of its list any more, so that it is
-        downloaded again. `sha256`: the hash of that list."""
+    def is_whole(self, digest: str, sha256: str) -> bool:
+        """Whether a content's files are still those of its list, whose hash is `sha256`. If not,
+        the content is removed, so that it is downloaded again."""
         listing = self.find_listing(digest, sha256)
         if listing is None:
-            return
+            return False
         path = self._root / "contents" / listing.key
         try:
             with opened(path) as files:
@@ -237,6 +237,7 @@ class Contents:
             whole = False
         if not whole:
             shutil.rmtree(path, ignore_errors=True)
+        return whole
 
     def read_piece(self, key: str, name: str, start: int, num_bytes: int) -> bytes | None:
         """At most `num_bytes` of the file `name` (LISTING: the list of files) of the content with

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 from weft.core.errors import (
     AdapterError,
@@ -46,6 +47,14 @@ _ATTEMPTS = 10
 it, as when releases follow each other faster than adapters load."""
 
 
+class _Failure(NamedTuple):
+    until_s: float
+    """Until then the version is not tried again."""
+    message: str
+    whole: bool
+    """Whether its files here were found undamaged, so that they need not be read again."""
+
+
 class Follower:
     """Loads versions of a shared registry into one engine, and drops them. All methods are called
     from one event loop. `check()` states the invariants.
@@ -73,8 +82,8 @@ class Follower:
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Versions that take no new requests and whose last request has not ended."""
-        self._failed: dict[str, tuple[float, str]] = {}
-        """Versions that could not be loaded: until when they are not retried, and the error."""
+        self._failed: dict[str, _Failure] = {}
+        """Versions that could not be loaded."""
         self._look: asyncio.Task[None] | None = None
         """A look into the store that is planned but has not begun."""
         self._looked_s = 0.0
@@ -173,9 +182,9 @@ class Follower:
         """Load a version unless it is loaded; concurrent callers wait for the same load. Raises
         ModelNotFound, AdapterUnavailable, Overloaded, EngineDead."""
         key = version_name(name, number)
-        until_s, failed = self._failed.get(key, (0.0, ""))
-        if failed and time.monotonic() < until_s:
-            raise AdapterUnavailable(failed, "model")
+        failed = self._failed.get(key)
+        if failed is not None and time.monotonic() < failed.until_s:
+            raise AdapterUnavailable(failed.message, "model")
         if number not in self._here.get(name, {}):
             await asyncio.shield(self._loading.get(key) or self._begin(name, number))
 
@@ -243,11 +252,13 @@ class Follower:
             await self._publisher.load_version(name, number, version, open_it, pinned)
         except (AdapterError, RegistryUnavailable) as error:
             message = f"{key} can't be loaded: {error.message}"
-            self._failed[key] = time.monotonic() + FAILED_S, message
+            last = self._failed.get(key)
+            whole = last is not None and last.whole and last.message == message
+            if isinstance(error, AdapterUnavailable) and not whole:
+                whole = await asyncio.to_thread(self.blobs.is_whole, version)
+            self._failed[key] = _Failure(time.monotonic() + FAILED_S, message, whole)
             if len(self._failed) > MAX_FAILED:
                 del self._failed[next(iter(self._failed))]
-            if isinstance(error, AdapterUnavailable):
-                await asyncio.to_thread(self.blobs.recheck, version)
             raise AdapterUnavailable(message, "model") from error
         self._failed.pop(key, None)
         self._here.setdefault(name, {})[number] = pinned
