@@ -31,6 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from toy_tokenizers import byte_level
 
 from weft.core.errors import EngineDead
+from weft.fleet.fleet_client import FleetClient
 
 
 @pytest.fixture
@@ -698,6 +699,14 @@ def test_a_dead_engine(world: World) -> None:
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
         answer = await web.post(COMPLETE, {"model": "base", "prompt": "x"})
         assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "the engine is not running"
+        world.engine.troubles = FleetClient(None).troubles
+        for answer in (
+            await web.post(COMPLETE, {"model": "base", "prompt": "x"}),
+            await web.get("/health"),
+        ):
+            assert "was started with --no-engine" in answer.json()["error"]["message"]
+        world.engine.troubles = []
         assert "weft:engine_up 0.0" in (await web.get("/metrics")).text
 
     run(world, scenario)

@@ -17,7 +17,7 @@ from weft.api.http import ERRORS, TEXT, body_of, json_response, new_app
 from weft.api.loop_watch import LoopWatch
 from weft.api.reading import read_body
 from weft.api.service import Service
-from weft.core.errors import EngineDead, InvalidRequest, NotReady
+from weft.core.errors import InvalidRequest, NotReady
 from weft.core.version import __version__
 from weft.metrics import CONTENT_TYPE
 from weft.registry import ModelCard
@@ -105,8 +105,7 @@ def health_routes(service: Service, watch: LoopWatch) -> APIRouter:
     @router.get("/health", response_class=Response)
     async def health() -> Response:
         """Answers 200 while the engine runs, 503 while it does not or starts again."""
-        if not service.engine.alive:
-            raise EngineDead("the engine is not running")
+        service.need_engine()
         return Response(status_code=200)
 
     @router.head("/ready", include_in_schema=False)

@@ -179,6 +179,11 @@ class Service:
         names = self.follower.names if self.follower is not None else None
         return Access(self._registry, caller or Caller(), names)
 
+    def need_engine(self) -> None:
+        """Raises EngineDead unless requests can be served now."""
+        if not self.engine.alive:
+            raise EngineDead("; ".join(self.engine.troubles) or "the engine is not running")
+
     async def pin(self, body: ModelBody, headers: Headers) -> Pinned:
         """Pin what `model` names; or, on the base that it then must name, the adapter `lora_path`
         or the weighted sum of `adapters`. The caller releases it.
@@ -186,8 +191,7 @@ class Service:
         A version of a shared registry is loaded first. Raises PermissionDenied, ModelNotFound,
         InvalidRequest, EngineDead, Overloaded; AdapterUnavailable or RegistryUnavailable.
         """
-        if not self.engine.alive:
-            raise EngineDead("the engine is not running")
+        self.need_engine()
         access, model, lora_path = self.access, body.model, body.lora_path
         fairness_var.set(fairness_of(headers))
         self.admission.check_early(self.settings.tenant_of(model))

@@ -63,6 +63,7 @@ from weft.fleet.view import RoutedRequest
 
 logger = logging.getLogger(__name__)
 
+NO_NODE = "this server was started with --no-engine, and no node of the fleet is up"
 BUSY = "no node of the fleet could begin with the request soon"
 WAIT_S = 30.0
 """How long a request that has begun waits for another node to continue on."""
@@ -382,7 +383,7 @@ class FleetClient:
     @property
     def troubles(self) -> list[str]:
         if not self.alive:
-            return self.own.troubles if self.own else ["no node of the fleet is up"]
+            return self.own.troubles if self.own else [NO_NODE]
         report = self.own.report if self.own else None
         return ["this node is being drained"] if report is not None and report.draining else []
 
