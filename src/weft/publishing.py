@@ -61,6 +61,9 @@ def publish(
         if not isinstance(cast(object, part), str):
             message = f"metadata must hold texts by name, got {part!r:.100}"
             raise InvalidRequest(message, "metadata")
+    for field, value in (("release", release), ("pinned", pinned)):
+        if not isinstance(cast(object, value), bool):
+            raise InvalidRequest(f"{field} must be true or false, got {value!r:.100}", field)
     if isinstance(adapter, Mapping):
         files, source = files_of_tensors(config, adapter), ""
     else:
@@ -73,7 +76,11 @@ def publish(
             shared = registry
         else:
             shared = stack.enter_context(SharedRegistry(open_store(str(registry))))
-        put = Blobs(shared.store).put(files, lambda new: shared.check(Publish(name, new)))
+
+        def accept(new: Version) -> None:
+            shared.check(Publish(name, new, release, pinned))
+
+        put = Blobs(shared.store).put(files, accept)
         version = _described(put, source, checked, metadata or {})
         shared.change(Publish(name, version, release, pinned), actor)
     return version

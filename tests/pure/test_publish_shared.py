@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,6 +89,11 @@ def test_arguments_of_other_types_are_refused_by_name(
         with pytest.raises((ConfigError, InvalidRequest)) as error:
             weft.publish(registry, name, folder, metadata=metadata)
         assert error.value.param == param
+    flags: dict[str, Any]
+    for flags in ({"release": "no"}, {"pinned": None}):
+        with pytest.raises(InvalidRequest) as refused:
+            weft.publish("registry", "a", folder, **flags)
+        assert refused.value.param in flags
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
