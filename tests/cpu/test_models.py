@@ -646,6 +646,62 @@ def test_every_field_is_read_or_without_effect_or_at_its_default(
     assert "new_in_some_release is not known to transformers" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "published", "other"),
+    [
+        (
+            "Qwen3_5ForCausalLM",
+            "qwen3_5_text",
+            {
+                "attn_output_gate": True,
+                "full_attention_interval": 4,
+                "layer_types": ["full_attention"],
+                "mamba_ssm_dtype": "float32",
+                "mlp_only_layers": [],
+                "mtp_num_hidden_layers": 1,
+                "mtp_use_dedicated_embeddings": False,
+                "num_hidden_layers": 1,
+                "output_gate_type": "swish",
+            },
+            {"attn_output_gate": False},
+        ),
+        (
+            "Cohere2ForCausalLM",
+            "cohere2",
+            {
+                "cache_implementation": "hybrid",
+                "layer_switch": 4,
+                "order_of_interleaved_layers": "local_attn_first",
+                "position_embedding_type": "rope_gptj",
+                "rotary_pct": 1.0,
+                "sliding_window_pattern": 4,
+                "use_embedding_sharing": True,
+                "use_gated_activation": True,
+                "use_parallel_block": True,
+                "use_parallel_embedding": True,
+                "use_qk_norm": False,
+            },
+            {"rotary_pct": 0.5},
+        ),
+    ],
+)
+def test_published_fields_that_say_what_is_computed_are_no_warnings(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    architecture: str,
+    model_type: str,
+    published: dict[str, Any],
+    other: dict[str, Any],
+) -> None:
+    config = {"architectures": [architecture], "model_type": model_type, **published}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_model_config(tmp_path)
+    assert not caplog.records
+    (tmp_path / "config.json").write_text(json.dumps(config | other))
+    load_model_config(tmp_path)
+    assert f"{next(iter(other))} is not known to transformers" in caplog.text
+
+
 def test_fields_of_published_gemmas(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Transformers makes the layers' types of the pattern, but has no such field."""
     config = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}

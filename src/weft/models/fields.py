@@ -83,6 +83,7 @@ WITHOUT_EFFECT = frozenset(
     {
         # what transformers makes of other fields that are read
         "_sliding_window_pattern",
+        "full_attention_interval",
         "max_window_layers",
         "no_rope_layer_interval",
         # of Mamba layers: models that have some are refused
@@ -111,6 +112,7 @@ WITHOUT_EFFECT = frozenset(
         "_attn_implementation_autoset",
         "cache_implementation",
         "chunk_size_feed_forward",
+        "use_parallel_embedding",
         "id2label",
         "label2id",
         "output_attentions",
@@ -121,8 +123,27 @@ WITHOUT_EFFECT = frozenset(
         "transformers_version",
         "use_cache",
         "_name_or_path",
+        # what the tensors of a prediction head say
+        "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
     }
 )
+
+COMPUTED = {
+    # Qwen 3.5
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
+    "output_gate_type": "swish",
+    # Cohere 2
+    "layer_switch": 4,
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rotary_pct": 1.0,
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+}
+"""Fields that transformers does not know, and the values that say what is computed in any case."""
 
 
 def check_fields(hf: Any) -> None:
@@ -135,7 +156,7 @@ def check_fields(hf: Any) -> None:
         if name in READ or name in WITHOUT_EFFECT:
             continue
         if name not in defaults:
-            if value:
+            if value != COMPUTED[name] if name in COMPUTED else value:
                 logger.warning("config.json: %s is not known to transformers; it is ignored", name)
         elif value != defaults[name]:
             message = f"{name} {value!r} is not served, only {defaults[name]!r}"
