@@ -681,7 +681,20 @@ def test_every_field_is_read_or_without_effect_or_at_its_default(
                 "use_parallel_embedding": True,
                 "use_qk_norm": False,
             },
-            {"rotary_pct": 0.5},
+            {"position_embedding_type": "alibi"},
+        ),
+        (
+            "GraniteMoeHybridForCausalLM",
+            "granitemoehybrid",
+            {
+                "init_method": "mup",
+                "layer_types": ["attention"],
+                "normalization_function": "rmsnorm",
+                "num_hidden_layers": 1,
+                "num_local_experts": 0,
+                "position_embedding_type": "rope",
+            },
+            {"normalization_function": "layernorm"},
         ),
     ],
 )

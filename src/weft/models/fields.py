@@ -134,6 +134,9 @@ COMPUTED = {
     "attn_output_gate": True,
     "mamba_ssm_dtype": "float32",
     "output_gate_type": "swish",
+    # Granite 4
+    "init_method": "mup",
+    "normalization_function": "rmsnorm",
     # Cohere 2
     "layer_switch": 4,
     "order_of_interleaved_layers": "local_attn_first",
@@ -144,6 +147,7 @@ COMPUTED = {
     "use_parallel_block": True,
 }
 """Fields that transformers does not know, and the values that say what is computed in any case."""
+_IGNORED = "config.json: %s is not known to transformers; it is ignored"
 
 
 def check_fields(hf: Any) -> None:
@@ -153,11 +157,14 @@ def check_fields(hf: Any) -> None:
     if "per_layer_config" in stated.keys() - defaults.keys():
         raise ConfigError(f"per_layer_config is not served for {hf.model_type}", "per_layer_config")
     for name, value in stated.items():
-        if name in READ or name in WITHOUT_EFFECT:
+        if name in COMPUTED and name not in defaults:
+            if value != COMPUTED[name]:
+                logger.warning(_IGNORED, name)
+        elif name in READ or name in WITHOUT_EFFECT:
             continue
-        if name not in defaults:
-            if value != COMPUTED[name] if name in COMPUTED else value:
-                logger.warning("config.json: %s is not known to transformers; it is ignored", name)
+        elif name not in defaults:
+            if value:
+                logger.warning(_IGNORED, name)
         elif value != defaults[name]:
             message = f"{name} {value!r} is not served, only {defaults[name]!r}"
             raise ConfigError(message, name)
