@@ -55,15 +55,7 @@ def publish(
     if not isinstance(cast(object, registry), str | Path | SharedRegistry):
         message = f"registry must be a folder or a bucket, got {registry!r:.100}"
         raise ConfigError(message, "registry")
-    if not isinstance(cast(object, metadata), Mapping | None):
-        raise InvalidRequest(f"metadata must be a mapping, got {metadata!r:.100}", "metadata")
-    for part in (part for item in (metadata or {}).items() for part in item):
-        if not isinstance(cast(object, part), str):
-            message = f"metadata must hold texts by name, got {part!r:.100}"
-            raise InvalidRequest(message, "metadata")
-    for field, value in (("release", release), ("pinned", pinned)):
-        if not isinstance(cast(object, value), bool):
-            raise InvalidRequest(f"{field} must be true or false, got {value!r:.100}", field)
+    _check_types(metadata, release=release, pinned=pinned)
     if isinstance(adapter, Mapping):
         files, source = files_of_tensors(config, adapter), ""
     else:
@@ -84,6 +76,19 @@ def publish(
         version = _described(put, source, checked, metadata or {})
         shared.change(Publish(name, version, release, pinned), actor)
     return version
+
+
+def _check_types(metadata: Mapping[str, str] | None, **switches: bool) -> None:
+    """Raises InvalidRequest."""
+    if not isinstance(cast(object, metadata), Mapping | None):
+        raise InvalidRequest(f"metadata must be a mapping, got {metadata!r:.100}", "metadata")
+    for part in (part for item in (metadata or {}).items() for part in item):
+        if not isinstance(cast(object, part), str):
+            message = f"metadata must hold texts by name, got {part!r:.100}"
+            raise InvalidRequest(message, "metadata")
+    for field, value in switches.items():
+        if not isinstance(cast(object, value), bool):
+            raise InvalidRequest(f"{field} must be true or false, got {value!r:.100}", field)
 
 
 def _described(put: Version, source: str, base: str, metadata: Mapping[str, str]) -> Version:

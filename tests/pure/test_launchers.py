@@ -377,7 +377,7 @@ def test_addresses_and_names_in_brackets_are_shown_as_they_are(
     name = url.removeprefix("http://")
     console.print(nodes_table([Placed(name, url, "up")], {}))
     silent = Mock(urls=[name], silent=[name])
-    console.print(top._servers(silent, Mock()))
+    console.print(top._servers(silent, Mock(), 100))
     shown = capsys.readouterr().out
     for text in ("/models/[/old]", "1: [red]", f"{url}/v1", f"{url}/metrics", "file:///[x]"):
         assert text in shown
