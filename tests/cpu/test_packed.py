@@ -242,7 +242,11 @@ def load(shard: Shard, tensors: dict[str, Any], packs: bool) -> dict[str, Any]:
     places = {n: p for n, p in places_of(weights, shard, None).items() if n in tensors}
     sizes = {key: weights.matrices[key].shape for key in weights.matrices}
     linear = LinearMatrices(
-        weights.matrices, places.values(), None, lambda k: torch.empty(sizes[k], dtype=BF16), packs
+        weights.matrices,
+        places.values(),
+        None,
+        lambda k: torch.empty(sizes[k], dtype=BF16),
+        fits if packs else None,
     )
     for name, place in places.items():
         linear.take(place, tensors[name])

@@ -50,7 +50,10 @@ def test_weights_are_those_of_a_model(size: int, quantization: str | None) -> No
 
 INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 FP8 = {"type": "float", "num_bits": 8, "strategy": "channel"}
-COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": FP8}}}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": FP8}},
+}
 
 
 @pytest.mark.parametrize(
@@ -105,6 +108,56 @@ def test_what_a_checkpoint_leaves_unconverted_takes_16_bits(
         least = weights(stated)
         lost = (weights(stated | {field: names}) - least) / (weights(None) - least)
         assert lost == pytest.approx(share, abs=1e-3)
+
+
+def of_one_layer(stated: dict[str, object] | None, size: int = 1, dtype: str = "auto") -> int:
+    """The bytes of weights with one layer."""
+    whole, args = model("llama-3.2-1b", dtype=dtype)
+    config = replace(whole, num_layers=1, quantized=stated)
+    return RankPlan(config, args, size).memory(TOTAL, 1, 0).weights
+
+
+def test_modules_of_a_block_that_are_named_are_the_only_ones_in_fewer_bits() -> None:
+    names = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["mlp.down_proj"]]
+    left = {"modules_to_not_convert": ["o_proj", "gate_proj", "up_proj"]}
+    found = of_one_layer(INT4 | {"modules_in_block_to_quantize": names})
+    assert of_one_layer(INT4) < found == of_one_layer(INT4 | left) < of_one_layer(None)
+
+
+def test_each_matrix_is_counted_by_its_own_group_of_compressed_tensors() -> None:
+    """A name comes before a regular expression, and that before a class, whatever their order."""
+    four = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}
+    eight = {"type": "int", "num_bits": 8, "strategy": "channel"}
+
+    def weights(*groups: tuple[list[str], dict[str, object]]) -> int:
+        made = {f"group_{i}": {"targets": t, "weights": w} for i, (t, w) in enumerate(groups)}
+        return of_one_layer({"quant_method": "compressed-tensors", "config_groups": made})
+
+    all_four, all_eight = weights((["Linear"], four)), weights((["Linear"], eight))
+    down = "model.layers.0.mlp.down_proj"
+    mixed = weights((["Linear"], four), (["re:.*down_proj"], eight))
+    assert mixed == weights((["re:.*mlp"], four), (["Linear"], four), ([down], eight))
+    hidden, inner = 2048, 8192
+    fewer_scales = 4 * hidden * (inner // 128 - 1)
+    assert mixed - all_four == hidden * inner // 2 - fewer_scales
+    assert all_four < mixed < all_eight
+    # up has another format than gate, which is computed with it, so both take 16 bits.
+    apart = weights((["Linear"], eight), (["re:.*up_proj"], four))
+    unnamed = weights((["re:.*(self_attn|down_proj)"], eight))
+    assert apart == unnamed == all_eight + 2 * inner * hidden - 2 * 4 * inner
+
+
+def test_a_matrix_that_ranks_would_cut_within_a_group_takes_16_bits() -> None:
+    """8,192 inputs of 8 ranks are 1,024 each, half of a group; q, k, v, gate and up are cut by
+    outputs, and o has inputs of 2,048 in one group."""
+    wide, left = INT4 | {"group_size": 2048}, {"modules_to_not_convert": ["down_proj"]}
+    assert of_one_layer(wide, 8) == of_one_layer(wide | left, 8) > of_one_layer(INT4, 8)
+
+
+def test_weights_of_a_model_in_32_bits_are_not_packed() -> None:
+    for stated in (INT4, COMPRESSED):
+        assert of_one_layer(stated, dtype="float32") == of_one_layer(None, dtype="float32")
+        assert of_one_layer(stated, dtype="float16") < of_one_layer(None, dtype="float16")
 
 
 def test_a_pattern_of_names_that_can_not_be_read() -> None:

@@ -24,6 +24,7 @@ from weft.core.shards import Shard, unsharded
 from weft.core.targets import Group, TargetTable, text_name
 from weft.kernels.linear import DenseWeight
 from weft.kernels.quant import VALUES, Format, format_named
+from weft.kernels.quant.packed import fits
 from weft.models import mtp
 from weft.models.blueprint import EMBED, HEAD, model_shard, target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model, share_of
@@ -171,8 +172,8 @@ def load_weights(
     weights = allocate_weights(shard, dtype, device, form, late)
     places = places_of(weights, shard, config.moe)
     whole = whole_places(weights, shard, config.moe)
-    empty = partial(_empty_linear, shard.own, dtype, device)
-    linear = LinearMatrices(weights.matrices, places.values(), form, empty, packs)
+    empty = partial(empty_linear, shard.own, dtype, device)
+    linear = LinearMatrices(weights.matrices, places.values(), form, empty, fits if packs else None)
     unread = set(places)
 
     def put(place: Place, stored: Any) -> None:
@@ -251,7 +252,7 @@ def dummy_weights(
         if group.kind != "head" or not shard.whole.tied:
             own, num = weights.dense(key), shard.whole.num_experts
             if own.is_meta:
-                own = _empty_linear(shard.own, dtype, device, key)
+                own = empty_linear(shard.own, dtype, device, key)
             same = own if shard.size == 1 else _empty_matrix(group, num, dtype, device)
             fill(place_of(shard, group.slices, own), same)
             if form is not None and late and group.kind == "linear":
@@ -329,7 +330,8 @@ def _empty_matrix(
     return torch.empty((outputs, inputs), dtype=dtype, device=device)
 
 
-def _empty_linear(table: TargetTable, dtype: torch.dtype, device: torch.device, key: str) -> Tensor:
+def empty_linear(table: TargetTable, dtype: torch.dtype, device: torch.device, key: str) -> Tensor:
+    """The matrix of a linear layer, without values."""
     return _empty_matrix(table.by_key[key][0], table.num_experts, dtype, device)
 
 

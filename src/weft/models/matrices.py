@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from weft.kernels.linear import DenseWeight, Weight
 from weft.kernels.quant import Format
-from weft.kernels.quant.packed import fits
+from weft.kernels.quant.packed import Codes
 from weft.kernels.quant.packed_weight import PackedWeight, concatenated, pack
 from weft.models.quantized.values import Dequantized
 from weft.models.weights import Place
@@ -30,11 +31,11 @@ class LinearMatrices:
         places: Iterable[Place],
         form: Format | None,
         empty: Callable[[str], Tensor],
-        packs: bool,
+        fits: Callable[[Codes, torch.dtype], bool] | None,
     ) -> None:
-        """`form`: the format of the matrices. `empty`: makes a dense matrix, by key. `packs`:
-        whether quantized tensors are packed."""
-        self._matrices, self._form, self._empty, self._packs = matrices, form, empty, packs
+        """`form`: the format of the matrices. `empty`: makes a dense matrix, by key. `fits`:
+        tells which quantized tensors are packed for a dtype of inputs; None: no tensors are."""
+        self._matrices, self._form, self._empty, self._fits = matrices, form, empty, fits
         self._missing = Counter(place.of[0] for place in places if place.of is not None)
         self._dense: dict[str, Tensor] = {}
         self._packed: dict[str, dict[int, PackedWeight]] = {}
@@ -44,7 +45,7 @@ class LinearMatrices:
         """Take a tensor whose place is in a linear layer."""
         assert place.of is not None
         key, start = place.of
-        packed = self._pack(place, stored) if self._packs else None
+        packed = self._pack(place, stored)
         if packed is not None:
             self._packed.setdefault(key, {})[start] = packed
         else:
@@ -56,14 +57,16 @@ class LinearMatrices:
     def _pack(self, place: Place, stored: Any) -> PackedWeight | None:
         """This rank's part of a tensor, packed; None if it can't be packed."""
         assert place.view is not None
-        codes = stored.codes() if isinstance(stored, Dequantized) else None
+        if self._fits is None or not isinstance(stored, Dequantized):
+            return None
+        codes = stored.codes()
         if codes is None:
             return None
         codes = codes.rows(place.rows)
         if place.columns is not None:
             codes = codes.columns(place.columns)
         dtype = place.view.dtype
-        return None if codes is None or not fits(codes, dtype) else pack(codes, dtype)
+        return None if codes is None or not self._fits(codes, dtype) else pack(codes, dtype)
 
     def _fill(self, place: Place, stored: Any) -> None:
         assert place.of is not None and place.view is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,14 +12,15 @@ from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError
 from weft.core.targets import Target, TargetTable, layout_of
 from weft.kernels.quant import format_named
-from weft.kernels.quant.packed import has_layout
-from weft.kernels.quant.packed_weight import pack
+from weft.kernels.quant.packed import Codes, has_layout, scale_dtype_of
 from weft.models.blueprint import model_shard
 from weft.models.config import ModelConfig, share_of
 from weft.models.decoder import kv_bytes_per_block, state_bytes
-from weft.models.loading import allocate_weights, dtype_of, quantize_weights
+from weft.models.loading import allocate_weights, dtype_of, empty_linear, quantize_weights
+from weft.models.matrices import LinearMatrices
 from weft.models.mtp import head_shard, with_mtp_head
-from weft.models.quantized.reading import expected_codes, is_converted
+from weft.models.quantized.reading import expected
+from weft.models.weights import places_of
 from weft.worker.memory import GpuMemory, count_snapshots, count_states
 
 GPUS: dict[str, int] = {
@@ -70,7 +72,8 @@ class RankPlan:
         if args.scheduler.speculative == "mtp":
             config = with_mtp_head(config)
             self._head = head_shard(config, 0, size)
-        self._shard, self._share = (
+        self._whole, self._shard, self._share = (
+            config,
             model_shard(config, 0, size, fully_sharded_loras=args.lora.fully_sharded_loras),
             share_of(config, size),
         )
@@ -117,16 +120,20 @@ class RankPlan:
             quantize_weights(weights, format_named(asked))
         if asked is not None or stated is None or self._args.model.deterministic:
             return weights.num_bytes
-        for key, (group, *_) in self.table.by_key.items():
-            if group.kind != "linear":
-                continue
-            # One part that is not converted, and the whole matrix is in 16 bits.
-            if not all(is_converted(stated, name) for name in group.packed.names):
-                continue
-            codes = expected_codes(stated, group.out_features, group.in_features)
-            if codes is not None and has_layout(codes):
-                weights.matrices[key] = pack(codes, torch.bfloat16)
+        places = places_of(weights, self._shard, self._whole.moe)
+        empty = partial(empty_linear, self.table, self._dtype, torch.device("meta"))
+        linear = LinearMatrices(weights.matrices, places.values(), None, empty, _may_fit)
+        for name, place in places.items():
+            if place.of is not None:
+                outputs, inputs = place.shape
+                module = name.removesuffix(".weight")
+                linear.take(place, expected(stated, module, (outputs, inputs), self._dtype))
         return weights.num_bytes
+
+
+def _may_fit(codes: Codes, dtype: torch.dtype) -> bool:
+    """Whether kernels can multiply a matrix of this shape, unless its scales are too large."""
+    return has_layout(codes) and scale_dtype_of(codes, dtype) is not None
 
 
 def total_of(gpu: str | int) -> int:

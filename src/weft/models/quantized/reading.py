@@ -17,7 +17,7 @@ from weft.models.quantized.compressed import read_compressed
 from weft.models.quantized.fp8 import read_fp8
 from weft.models.quantized.gptq import read_gptq
 from weft.models.quantized.mxfp4 import read_mxfp4
-from weft.models.quantized.values import Tensors
+from weft.models.quantized.values import Dequantized, Tensors
 
 _Reader = Callable[[Tensors, Mapping[str, Any]], Iterator[tuple[str, Any]]]
 _READERS: dict[str, _Reader] = {
@@ -45,23 +45,39 @@ def dequantized(
     return _READERS[stated["quant_method"]](dict(tensors), stated)
 
 
-def expected_codes(stated: Mapping[str, Any], outputs: int, inputs: int) -> Codes | None:
-    """The Codes, without memory, that a checkpoint would have for a matrix that is quantized as the
-    first group of `stated` says; None if it is read as values. Scales may have another dtype."""
-    found = _coding_and_group(stated)
-    if found is None:
-        return None
-    coding, group = found
-    groups = 1 if group is None or group < 1 else inputs // group
-    codes = torch.empty((outputs, inputs), dtype=torch.uint8, device="meta")
-    scales = torch.empty((outputs, max(groups, 1)), dtype=torch.bfloat16, device="meta")
+def expected(
+    stated: Mapping[str, Any], name: str, shape: tuple[int, int], dtype: torch.dtype
+) -> Dequantized:
+    """The matrix (out, in), without memory, that a checkpoint has for the module of this name in
+    the text model, as far as `stated` says: scales are taken to have the dtype that fits a model
+    served in `dtype`. Raises ConfigError for a regular expression that can't be read."""
+    found = _coding_and_group(stated, name) if is_converted(stated, name) else None
+    return Dequantized(
+        shape,
+        lambda: torch.empty(shape, dtype=dtype, device="meta"),
+        lambda: None if found is None else _empty_codes(*found, shape, dtype),
+    )
+
+
+def _empty_codes(
+    coding: Coding, group: int | None, shape: tuple[int, int], dtype: torch.dtype
+) -> Codes:
+    outputs, inputs = shape
+    groups = 1 if group is None or group < 1 else max(inputs // group, 1)
+    of_scales = torch.float32 if coding == "e4m3" and dtype != torch.bfloat16 else dtype
+    codes = torch.empty(shape, dtype=torch.uint8, device="meta")
+    scales = torch.empty((outputs, groups), dtype=of_scales, device="meta")
     return Codes(coding, codes, scales, None if coding == "e4m3" else scales.int())
 
 
 def is_converted(stated: Mapping[str, Any], name: str) -> bool:
     """Whether a checkpoint has the module of this name in the text model quantized: `stated` does
-    not name it, a module that it is in, or some last parts of either. Raises ConfigError for a
-    regular expression that can't be read."""
+    not leave out its name, a module that it is in, or some last parts of either, and names it among
+    a block's modules if it lists these. Raises ConfigError for a regular expression that can't be
+    read."""
+    listed = stated.get("modules_in_block_to_quantize")
+    if listed and not any(map(name.endswith, _strings(listed))):
+        return False
     return not any(
         _means(each, name, f"quantization_config.{field}")
         for field in _UNCONVERTED
@@ -86,19 +102,40 @@ def _means(stated: object, name: str, field: str) -> bool:
     return any(pattern.match(each) for each in (name, *of_whole))
 
 
-def _coding_and_group(stated: Mapping[str, Any]) -> tuple[Coding, int | None] | None:
+def _strings(stated: object) -> Iterator[str]:
+    """The strings in a list, or in lists within it."""
+    if isinstance(stated, str):
+        yield stated
+    for each in stated if isinstance(stated, list) else ():
+        yield from _strings(each)
+
+
+def _coding_and_group(stated: Mapping[str, Any], name: str) -> tuple[Coding, int | None] | None:
     method = stated["quant_method"]
     if method == "awq" or (method == "gptq" and not stated.get("desc_act")):
         return "int8" if stated["bits"] == 8 else "int4", stated.get("group_size")
     if method == "fp8":
         block = stated.get("weight_block_size")
         return "e4m3", None if block is None else block[1]
-    if method != "compressed-tensors":
-        return None
-    weights = next(iter(stated["config_groups"].values()))["weights"]
-    if weights.get("actorder") == "group":
+    weights = _weights_of(stated, name) if method == "compressed-tensors" else None
+    if weights is None or weights.get("actorder") == "group":
         return None
     if weights.get("type") == "float":
         return "e4m3", weights["block_structure"][1] if weights["strategy"] == "block" else None
     group = weights.get("group_size") if weights["strategy"] == "group" else None
     return "int4" if weights["num_bits"] == 4 else "int8", group
+
+
+def _weights_of(stated: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """What compressed-tensors says of a module's weight: the group that targets it by its name,
+    else by a regular expression, else by its class; None if no group does."""
+    groups = {
+        target: group["weights"]
+        for group in stated["config_groups"].values()
+        for target in _strings(group.get("targets"))
+    }
+    field = "quantization_config.config_groups"
+    named = [target for target in groups if _means(target, name, field)]
+    target = min(named, key=lambda each: (each.startswith("re:"), each), default="Linear")
+    found: Mapping[str, Any] | None = groups.get(target)
+    return found
