@@ -339,6 +339,60 @@ def test_a_setting_that_is_not_read_is_named(stated: Any, field: str) -> None:
     assert caught.value.param is not None and caught.value.param.endswith(field)
 
 
+DENSE = {"sparsity_config": {"format": "dense", "global_sparsity": 0.14}}
+SPARSE = {"sparsity_config": {"format": "sparse-24-bitmask", "global_sparsity": 0.5}}
+
+
+def older(**changes: Any) -> dict[str, Any]:
+    """What SparseML wrote."""
+    return STATED["ct-w4-group"] | {"quant_method": "sparseml"} | changes
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"quantization_config": STATED["ct-w4-group"] | DENSE},
+        {"compression_config": STATED["ct-w4-group"] | DENSE},
+        {"compression_config": older()},
+        {"compression_config": older(**DENSE)},
+        {"compression_config": {"quantization_config": older(), **DENSE}},
+    ],
+)
+def test_older_versions_of_compressed_tensors_are_read(stated: Any, tmp_path: Path) -> None:
+    tensors = stored("ct-w4-group")
+    expected = tensors.pop("expected")
+    found = read_quantization(stated, mxfp4=False)
+    assert found is not None
+    assert torch.equal(read(tensors, dict(found), tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    ("stated", "field"),
+    [
+        ({"compression_config": SPARSE}, "compression_config.sparsity_config"),
+        ({"compression_config": older(**SPARSE)}, "compression_config.sparsity_config"),
+        (
+            {"quantization_config": STATED["ct-w4-group"] | SPARSE},
+            "quantization_config.sparsity_config",
+        ),
+        ({"compression_config": older(format="marlin-24")}, "compression_config.format"),
+        ({"compression_config": older(config_groups={})}, "compression_config.config_groups"),
+        ({"compression_config": {"quantization_config": 3}}, "compression_config.config_groups"),
+        ({"compression_config": "x"}, "compression_config"),
+        ({"compression_config": older(quant_method="aqlm")}, "compression_config"),
+    ],
+)
+def test_what_older_versions_state_and_is_not_read_is_named(stated: Any, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_quantization(stated, mxfp4=False)
+    assert caught.value.param == field
+
+
+def test_a_model_that_is_neither_sparse_nor_quantized_may_say_so() -> None:
+    for stated in (DENSE, {"quantization_config": None, **DENSE}, {}):
+        assert read_quantization({"compression_config": stated}, mxfp4=False) is None
+
+
 def saved(config: QuantizationConfigMixin) -> dict[str, Any]:
     """What transformers writes of it into config.json."""
     written: dict[str, Any] = json.loads(json.dumps(config.to_dict()))

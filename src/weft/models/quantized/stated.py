@@ -7,7 +7,9 @@ from typing import Any
 
 from weft.core.errors import ConfigError
 
-_FIELD = "quantization_config"
+_FIELD, _OLDER_FIELD = "quantization_config", "compression_config"
+_NOT_SPARSE = (None, "dense")
+"""The formats of a sparsity_config that store all values."""
 
 
 class _Anything:
@@ -90,6 +92,7 @@ _COMPRESSED: _Allowed = {
         "pack-quantized",
     ),
     **dict.fromkeys(("global_compression_ratio", "ignore", "kv_cache_scheme", "version"), _ANY),
+    "sparsity_config": _ANY,
     "quantization_status": ("compressed", "frozen"),
 }
 _GROUP_WEIGHTS: _Allowed = {
@@ -113,55 +116,85 @@ without a value."""
 
 def read_quantization(raw: Mapping[str, Any], mxfp4: bool) -> Mapping[str, Any] | None:
     """`quantization_config` of a config.json or of its `text_config`, None for a checkpoint that is
-    not quantized.
+    not quantized. What older versions of compressed-tensors state in `compression_config` is
+    returned as current ones state it.
 
     `mxfp4`: whether the family's experts may be in that format. Raises ConfigError, naming the
     field, for a method that is not read and for a setting that would change the values."""
     text = raw.get("text_config")
     of_text = text if isinstance(text, dict) else {}
-    for key in (_FIELD, "compression_config"):
-        stated = raw.get(key) or of_text.get(key)
-        if not stated:
-            continue
-        method = stated.get("quant_method") if isinstance(stated, dict) else stated
-        if key == _FIELD and isinstance(stated, dict):
-            if method == "mxfp4" and mxfp4:
-                return stated
-            if isinstance(method, str) and method in _METHODS:
-                _check(stated, _METHODS[method], f"{_FIELD} of {method}")
-                if method == "compressed-tensors":
-                    _check_groups(stated)
-                return stated
-        read = ", ".join(_METHODS)
-        message = f"{key} is set: checkpoints quantized by {method} are not served, only by {read}"
-        raise ConfigError(message, key)
-    return None
+    key = _FIELD
+    stated = raw.get(key) or of_text.get(key)
+    if not stated:
+        key = _OLDER_FIELD
+        stated = _as_current(raw.get(key) or of_text.get(key))
+    if not stated:
+        return None
+    method = stated.get("quant_method") if isinstance(stated, dict) else stated
+    if isinstance(stated, dict):
+        if method == "mxfp4" and mxfp4:
+            return stated
+        if isinstance(method, str) and method in _METHODS:
+            if method == "compressed-tensors":
+                _check_sparsity(stated, key)
+                _check_groups(stated, key)
+            _check(stated, _METHODS[method], f"{key} of {method}", key)
+            return stated
+    read = ", ".join(_METHODS)
+    message = f"{key} is set: checkpoints quantized by {method} are not served, only by {read}"
+    raise ConfigError(message, key)
 
 
-def _check_groups(stated: Mapping[str, Any]) -> None:
+def _as_current(stated: Any) -> Any:
+    """The `compression_config` of an older version of compressed-tensors, which was a part of
+    SparseML, as a `quantization_config`: the fields of that may lie in a field of its name. None if
+    matrices are neither quantized nor sparse."""
+    if not isinstance(stated, dict):
+        return stated
+    sparsity = stated.get("sparsity_config")
+    inner = stated.get(_FIELD, {name: stated[name] for name in stated if name != "sparsity_config"})
+    if not inner and (not isinstance(sparsity, dict) or sparsity.get("format") in _NOT_SPARSE):
+        return None
+    if not isinstance(inner, dict):
+        inner = {"config_groups": inner}
+    method = inner.get("quant_method")
+    named = "compressed-tensors" if method in (None, "sparseml") else method
+    return inner | {"quant_method": named, "sparsity_config": sparsity}
+
+
+def _check_sparsity(stated: Mapping[str, Any], key: str) -> None:
+    """Raises ConfigError for matrices that are stored without their zeros."""
+    sparsity = stated.get("sparsity_config")
+    form = sparsity.get("format") if isinstance(sparsity, dict) else sparsity
+    if form not in _NOT_SPARSE:
+        message = f"{key}: sparsity_config has the format {form!r}, and only 'dense' is served"
+        raise ConfigError(message, f"{key}.sparsity_config")
+
+
+def _check_groups(stated: Mapping[str, Any], key: str) -> None:
     groups = stated.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise ConfigError(f"{_FIELD} has no config_groups", f"{_FIELD}.config_groups")
+        raise ConfigError(f"{key} has no config_groups", f"{key}.config_groups")
     for name, group in groups.items():
-        where = f"{_FIELD}.config_groups.{name}"
+        where = f"{key}.config_groups.{name}"
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             raise ConfigError(f"{where} says nothing of weights", where)
-        _check(weights, _GROUP_WEIGHTS, where)
+        _check(weights, _GROUP_WEIGHTS, where, key)
         if weights.get("type") == "float" and weights.get("num_bits") != 8:
             raise ConfigError(f"{where}: floats of 4 bits are not served", where)
 
 
-def _check(stated: Mapping[str, Any], allowed: _Allowed, where: str) -> None:
+def _check(stated: Mapping[str, Any], allowed: _Allowed, where: str, key: str) -> None:
     for field, values in allowed.items():
         if values is not _ANY and stated.get(field) not in values:
             wanted = " or ".join(map(repr, values))
             message = f"{where}: {field} is {stated.get(field)!r}, and only {wanted} is served"
-            raise ConfigError(message, f"{_FIELD}.{field}")
+            raise ConfigError(message, f"{key}.{field}")
     for field, value in stated.items():
         if field not in allowed and field != "quant_method" and value not in _EMPTY:
             message = f"{where}: Weft does not know the field {field}, which is {value!r}"
-            raise ConfigError(message, f"{_FIELD}.{field}")
+            raise ConfigError(message, f"{key}.{field}")
 
 
 _EMPTY: tuple[object, ...] = (None, False, 0, "", {}, [])
