@@ -1083,9 +1083,10 @@ def test_pickles_missing_files_and_wild_indexes_are_refused(folder: Path) -> Non
         load_weights(folder, config, torch.float32, "cpu")
     (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
-    for name in ("../model.safetensors", "model.bin", 3, [], "missing.safetensors"):
+    too_long, wrong = f"{'x' * 5000}.safetensors", ("../model.safetensors", "model.bin", 3, [])
+    for name in (*wrong, "missing.safetensors", too_long):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
-        with pytest.raises(ConfigError, match=r"index|missing"):
+        with pytest.raises(ConfigError, match=r"index|missing|too long"):
             load_weights(folder, config, torch.float32, "cpu")
 
 
@@ -1094,6 +1095,9 @@ def test_folders_that_are_not_models(tmp_path: Path) -> None:
         resolve_model(tmp_path)
     with pytest.raises(ConfigError, match="no folder"):
         resolve_model(tmp_path / "absent")
+    for name, wanted in ((f"/{'x' * 5000}", "too long"), ("~nobody-here/base", "home directory")):
+        with pytest.raises(ConfigError, match=wanted):
+            resolve_model(name)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="can't read"):
         load_model_config(tmp_path)

@@ -223,3 +223,11 @@ def test_nothing_is_allowed_by_default(server: FileServer, tmp_path: Path) -> No
     for uri in (server.url + "/a", "https://h/x.tar", "s3://b/x", "hf://org/x", "upload://x"):
         refusal(AdapterPathRefused, uri, tmp_path)
     assert not server.asked
+
+
+@pytest.mark.parametrize("name", [f"some/{'x' * 5000}", "~nobody-here/bot"])
+def test_a_name_that_no_folder_can_have_is_told_so(name: str) -> None:
+    sources = Sources(allowed=Allowed())
+    with pytest.raises(AdapterError):
+        sources.open(name)
+    assert sources.absolute(name).endswith(name)

@@ -222,8 +222,12 @@ def resolve_model(
 
     `weights` False: without the safetensors files. Raises ConfigError when there is no such model.
     """
-    path = Path(path_or_id).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(path_or_id).expanduser()
+        is_folder = path.is_dir()
+    except (OSError, RuntimeError) as error:  # a name too long, or of an unknown user's home
+        raise ConfigError(f"can't read {path_or_id}: {error}", "model") from error
+    if is_folder:
         if not (path / "config.json").is_file():
             what = "is no base model: it has no config.json"
             if (path / "adapter_config.json").is_file():

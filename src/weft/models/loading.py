@@ -388,7 +388,11 @@ def _shard(folder: Path, name: object) -> Path:
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
         raise ConfigError(f"the index of {folder} names {name!r}, not a safetensors file", "model")
     path = folder / name
-    if not path.is_file():
+    try:
+        is_there = path.is_file()
+    except OSError as error:  # such as a name too long
+        raise ConfigError(f"can't read {path}: {error}", "model") from error
+    if not is_there:
         raise ConfigError(f"{path} is missing", "model")
     return path
 

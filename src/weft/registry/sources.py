@@ -74,12 +74,20 @@ class AdapterRoots:
         return any(os.path.lexists(Path(root) / path) for root in self._roots.paths)
 
 
+def _at_home(path: str) -> Path:
+    """The path, where `~` or `~user` is a home folder, if there is such a user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 class AnyFolder:
     """All folders of this machine, for those who run it; it answers as `AdapterRoots` does."""
 
     def open(self, path: str) -> Folder:
         try:
-            return Folder(str(Path(path).expanduser().absolute()))
+            return Folder(str(_at_home(path).absolute()))
         except OSError:
             raise AdapterNotFound(self.missing(path), "lora_path") from None
 
@@ -88,7 +96,7 @@ class AnyFolder:
         return f"there is no folder {path}"
 
     def contain(self, path: str) -> bool:
-        return Path(path).expanduser().exists()
+        return os.path.lexists(_at_home(path))
 
 
 class Sources:
@@ -194,7 +202,7 @@ class Sources:
             return plain
         if self._on_hub(plain):
             return f"hf://{plain}"
-        return str(Path(plain).expanduser().absolute())
+        return str(_at_home(plain).absolute())
 
     def _on_hub(self, path: str) -> bool:
         return is_hub_id(path) and not self._folders.contain(path)
