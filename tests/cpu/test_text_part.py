@@ -25,6 +25,7 @@ from transformers import (
 
 from weft import LLM, SamplingParams
 from weft.core.errors import AdapterInvalid, ConfigError
+from weft.core.targets import text_name
 from weft.models.config import load_model_config
 
 TEXT: dict[str, Any] = {
@@ -179,6 +180,35 @@ def test_whole_modules_and_tokens_may_have_their_full_names(
 ) -> None:
     adapted = adapt(base, tmp_path, r".*language_model.*\.(q|up)_proj", **fields)
     check_next_token(base, adapted, tmp_path)
+
+
+@pytest.mark.parametrize("task", [None, "FEATURE_EXTRACTION"])
+def test_an_adapter_may_be_trained_on_a_model_without_a_head(
+    base: Base, tmp_path: Path, task: str | None
+) -> None:
+    """Its names begin with language_model."""
+    own, one = base[0].model, "language_model.layers.0.self_attn.q_proj"
+    targets = r"language_model\.layers\.\d\..*\.(q|up)_proj"
+    config = LoraConfig(
+        r=3,
+        target_modules=targets,
+        rank_pattern={f"^{one}$": 5},
+        modules_to_save=["language_model.norm"],
+        task_type=task,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other libraries, about each other
+        trained = get_peft_model(copy.deepcopy(own), config)
+    randomise(trained)
+    trained.save_pretrained(tmp_path)
+    whole = copy.deepcopy(base[0])
+    whole.model = trained
+    check_next_token(base, whole.eval(), tmp_path)
+
+
+@pytest.mark.parametrize("part", ["vision_tower", "visual", "embed_audio"])
+def test_a_part_of_a_model_without_a_head_that_sees_or_hears_is_no_text(part: str) -> None:
+    assert text_name(f"{part}.layers.0.q_proj") is None
 
 
 def test_experts_may_have_their_full_names(tmp_path: Path) -> None:

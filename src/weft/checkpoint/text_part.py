@@ -5,6 +5,7 @@ the tensors of an adapter that was trained on it:
 
     base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight
     base_model.model.language_model.model.layers.0.mlp.up_proj.lora_A.weight   (older)
+    base_model.model.language_model.layers.0.mlp.up_proj.lora_A.weight         without a head
     base_model.model.model.layers.0.mlp.up_proj.lora_A.weight                  the text model alone
 """
 
@@ -38,5 +39,6 @@ def text_part(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], Naming]
             refuse(name, f"is for the same weights as {found[own].name}")
         found[PREFIX + own] = tensor
         if own != module:
-            naming |= {to: start for start, to in TEXT_PREFIXES if to and module.startswith(start)}
+            start, to = next(each for each in TEXT_PREFIXES if module.startswith(each[0]))
+            naming |= {to: start} if to else {}
     return found, naming

@@ -233,6 +233,7 @@ def build_table(
 TEXT_PREFIXES: tuple[tuple[str, str | None], ...] = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("language_model.", "model."),
     ("model.language_model.", "model."),
     ("model.visual.", None),
     ("model.vision_tower.", None),
@@ -240,11 +241,16 @@ TEXT_PREFIXES: tuple[tuple[str, str | None], ...] = (
     ("model.audio_tower.", None),
     ("model.embed_audio.", None),
     ("model.multi_modal_projector.", None),
+    ("visual.", None),
     ("vision_tower.", None),
+    ("embed_vision.", None),
+    ("audio_tower.", None),
+    ("embed_audio.", None),
     ("multi_modal_projector.", None),
 )
 """Prefixes of module names in models that see images too, each with its prefix in the text model
-alone; None: it is no part of that. transformers has named the text model in two ways."""
+alone; None: it is no part of that. transformers has named the text model in two ways, and a model
+without a head has names of its own. Of several prefixes that a name has, the first counts."""
 _PREFIXES = tuple(prefix for prefix, _ in TEXT_PREFIXES)
 
 
