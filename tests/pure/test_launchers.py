@@ -218,6 +218,20 @@ def test_nodes_that_others_start_are_found(tmp_path: Path) -> None:
     assert (node.name, node.url, node.state) == ("127.0.0.1:1", "http://127.0.0.1:1", "not ready")
 
 
+def test_another_program_at_a_nodes_port_is_told_before_nodes_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What answers there would be taken for the node, which is started again for ever."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = CliRunner().invoke(app, ["cluster", "up", "base", "--port", str(port)])
+    refused = f"weft: error: can't listen on 127.0.0.1:{port}: Address already in use\n"
+    assert (done.exit_code, done.stderr) == (1, refused)
+    assert folder_of("default").read().num_nodes == 0
+
+
 def test_a_node_that_does_not_speak_http() -> None:
     """Something else may listen at a port where a node is looked for."""
 

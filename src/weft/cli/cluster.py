@@ -27,7 +27,7 @@ from weft.cli.nodes_table import nodes_table
 from weft.core.errors import ConfigError, InvalidRequest, Unreachable, WeftError
 from weft.fleet.launchers import NODE, ClusterArgs, ClusterFolder, Launcher, Placed
 from weft.fleet.launchers.found import find_nodes
-from weft.fleet.launchers.local import HOST, MAX_FAILED, LocalLauncher
+from weft.fleet.launchers.local import HOST, MAX_FAILED, LocalLauncher, check_port
 from weft.terminal.commands import Commands
 from weft.terminal.options import ending_in_one_line, key_to_send
 from weft.terminal.plain import plain_json
@@ -195,6 +195,8 @@ def _run_local(folder: ClusterFolder, args: ClusterArgs) -> None:
     signal.signal(signal.SIGTERM, stop)
     console.print(f"Nodes write to {folder.path}/*.log; Ctrl-C ends them all.", soft_wrap=True)
     try:
+        for node_name in args.names:
+            check_port(args.port_of(node_name))
         while (wanted := folder.read()).num_nodes:
             reconcile(launcher, [node.name for node in launcher.list()], wanted.names)
             launcher.tend()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,6 +39,18 @@ def is_ready(url: str) -> bool:
             return bool(answer.status == 200)
     except (OSError, HTTPException):
         return False
+
+
+def check_port(port: int) -> None:
+    """Raises ConfigError if another program has the port: what it answers would be taken for the
+    node's."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((HOST, port))
+        except OSError as error:
+            message = f"can't listen on {HOST}:{port}: {error.strerror}"
+            raise ConfigError(message, "port") from error
 
 
 @dataclass(slots=True)
