@@ -304,6 +304,7 @@ def test_values_of_the_wrong_kind_are_named_with_what_is_allowed() -> None:
         ("top", "--interval", "inf", "'inf' is too large: it takes 86400.0 or less."),
         ("chat", "--temperature", "inf", "'inf' is too large: it takes 100.0 or less."),
         ("check", "--max-lora-rank", "999", "'999' is too large: it takes 256 or less."),
+        ("plan", "--rank", "999", "'999' is too large: it takes 256 or less."),
     ):
         done = CliRunner().invoke(app, [command, BASE, flag, value])
         shown = " ".join(done.output.replace("│", " ").split())
@@ -383,9 +384,10 @@ def test_a_missing_tokenizer(tmp_path: Path) -> None:
 
 def test_a_file_of_tenants_that_is_not_text_makes_no_registry(tmp_path: Path) -> None:
     file, registry = tmp_path / "tenants.toml", tmp_path / "registry"
-    file.write_bytes(b"\xff\xfe")
-    line = refusal("tenants", "import", str(file), "--registry", str(registry))
-    assert line.endswith("tenants.toml: it is not UTF-8") and not registry.exists()
+    for content, why in ((b"\xff\xfe", "it is not UTF-8"), (b"[", "it is not TOML")):
+        file.write_bytes(content)
+        line = refusal("tenants", "import", str(file), "--registry", str(registry))
+        assert f"error: {file}: {why}" in line and not registry.exists()
 
 
 @pytest.mark.usefixtures("quick_engines")

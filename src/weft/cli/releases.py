@@ -138,6 +138,8 @@ def import_tenants(
             raise ConfigError(f"{file}: {error.strerror}", "file") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}: it is not UTF-8", "file") from error
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error.message}", error.param) from None
     with opened(registry, make=True) as shared:
         known = shared.state.tenants
         changes = [

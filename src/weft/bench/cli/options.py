@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, ParamSpec, Protocol
 
 import typer
 
+from weft.core.config import MAX_RANK
 from weft.terminal.options import MODEL, ending_in_one_line, tell_start, with_engine_options
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ Model = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
-Rank = Annotated[int, typer.Option(help="Rank of the adapters.", min=1, rich_help_panel=WORKLOAD)]
+Rank = Annotated[
+    int,
+    typer.Option(help="Rank of the adapters.", min=1, max=MAX_RANK, rich_help_panel=WORKLOAD),
+]
 Ranks = Annotated[
     str,
     typer.Option(metavar="N,...", help="Ranks of the adapters.", rich_help_panel=WORKLOAD),
