@@ -42,7 +42,8 @@ from weft.kernels.attention import (
     row_work,
 )
 from weft.kernels.ops import make_ops
-from weft.worker.graphs import most_tiles, token_sizes
+from weft.worker.graphs import most_tiles
+from weft.worker.sizes import token_sizes
 
 try:
     import flashinfer
