@@ -25,6 +25,20 @@ def test_it_says_what_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> No
     assert result.exit_code == 1 and "weft[eval]" in result.output
 
 
+def test_wrong_arguments_are_named() -> None:
+    """An adapter of a name that another or the base has would take its row."""
+    upper = f"={ADAPTERS['upper']}"
+    for flags, told in (
+        (["--tasks", ","], "--tasks names no task"),
+        (["--tasks", "t", "--lora-modules", f"base{upper}"], "'base'"),
+        (["--tasks", "t", *["--lora-modules", f"a{upper}"] * 2], "the name is given twice"),
+        (["--tasks", "t", "--lora-modules", "a=nowhere"], "no such folder"),
+        (["--tasks", "t", "--include-path", "nowhere"], "'--include-path'"),
+    ):
+        result = CliRunner().invoke(app, ["eval", str(BASE), *flags])
+        assert result.exit_code in (1, 2) and told in result.output
+
+
 @pytest.mark.exhaustive
 def test_the_scores_are_those_of_each_model_alone(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="the extra eval is not installed")
@@ -41,6 +55,8 @@ def test_the_scores_are_those_of_each_model_alone(tmp_path: Path) -> None:
     assert scores["upper"]["tiny_reverse"]["exact_match"] == 0
     unknown = CliRunner().invoke(app, ["eval", str(BASE), *SMALL, "--tasks", "nothing"])
     assert unknown.exit_code == 1 and "'nothing'" in unknown.output
+    many = CliRunner().invoke(app, [*command[:-4], "--limit", "1", "--num-fewshot", "500"])
+    assert many.exit_code == 1 and "weft: error: the tasks can't be run so" in many.output
 
 
 @pytest.fixture

@@ -231,15 +231,7 @@ class ServeFlags:
 
     def modules(self, served: Iterable[str]) -> list[LoraModule]:
         """The adapters to load at the start; `served` are the base's names. Raises ConfigError."""
-        modules = [m for text in self.lora_modules or () for m in parse_lora_modules(text)]
-        names = set(served)
-        for module in modules:
-            if module.folder is not None and not module.folder.is_dir():
-                raise module.refused("no such folder")
-            if module.name in names:
-                raise module.refused("the name is given twice")
-            names.add(module.name)
-        return modules
+        return modules_of(self.lora_modules or (), served)
 
     def allowed(self) -> Allowed:
         """The URIs from which clients may load adapters. Raises ConfigError."""
@@ -368,6 +360,19 @@ def parse_kv_events(text: str) -> KvEventsArgs | None:
     except (msgspec.MsgspecError, ConfigError) as error:
         raise ConfigError(f"--kv-events-config: {error}", name) from None
     return args if enabled and publisher == "zmq" else None
+
+
+def modules_of(texts: Iterable[str], taken: Iterable[str]) -> list[LoraModule]:
+    """The adapters of all --lora-modules; `taken` are other names. Raises ConfigError."""
+    modules = [module for text in texts for module in parse_lora_modules(text)]
+    names = set(taken)
+    for module in modules:
+        if module.folder is not None and not module.folder.is_dir():
+            raise module.refused("no such folder")
+        if module.name in names:
+            raise module.refused("the name is given twice")
+        names.add(module.name)
+    return modules
 
 
 def parse_lora_modules(text: str) -> list[LoraModule]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from weft.cli.args import LoraModule, parse_lora_modules
+from weft.cli.args import LoraModule, modules_of
 from weft.core.config import engine_args
 from weft.core.errors import ConfigError
 from weft.terminal.options import ADAPTERS, AsJson, ending_in_one_line, with_engine_options
@@ -26,7 +26,10 @@ BASE = "base"
 """What the base is called in the table."""
 
 TaskFolder = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="A folder with tasks of your own.")
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="A folder with tasks of your own.", exists=True, file_okay=False
+    ),
 ]
 Compare = Annotated[
     bool,
@@ -76,17 +79,19 @@ def evaluate(
     [bold]weft eval[/] BASE [bold]--lora-modules[/] sql=./sql [bold]--tasks[/] arc_easy
     """
     with ending_in_one_line():
+        modules = modules_of(lora_modules or (), [BASE])
+        names = tuple(name for name in tasks.split(",") if name)
+        if not names:
+            raise ConfigError("--tasks names no task", "tasks")
+        if compare:
+            options["enable_prefix_caching"] = False
+        engine_args(model, **options)  # what is wrong shows before the model is loaded
         if importlib.util.find_spec("lm_eval") is None:
             raise ConfigError("this needs lm-evaluation-harness: pip install 'weft[eval]'", "eval")
         # The harness shows a bar for each step of each run.
         os.environ.setdefault("TQDM_DISABLE", "1")
         from weft.cli.harness import Asked
 
-        modules = [each for text in lora_modules or () for each in parse_lora_modules(text)]
-        if compare:
-            options["enable_prefix_caching"] = False
-        engine_args(model, **options)  # what is wrong shows before the model is loaded
-        names = tuple(name for name in tasks.split(",") if name)
         asked = Asked(names, include_path, limit, num_fewshot, apply_chat_template)
         report = _evaluate(model, modules, asked, compare, options)
     if as_json:

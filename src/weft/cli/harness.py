@@ -95,17 +95,20 @@ class Harness:
 
     def _run(self, model: _Model, **options: bool) -> Mapping[str, Any]:
         asked = self._asked
-        results: Mapping[str, Any] = simple_evaluate(
-            model,
-            tasks=list(asked.tasks),
-            task_manager=self._manager,
-            limit=asked.limit,
-            num_fewshot=asked.num_fewshot,
-            apply_chat_template=asked.apply_chat_template,
-            log_samples=False,
-            bootstrap_iters=_BOOTSTRAPS,
-            **options,
-        )
+        try:
+            results: Mapping[str, Any] = simple_evaluate(
+                model,
+                tasks=list(asked.tasks),
+                task_manager=self._manager,
+                limit=asked.limit,
+                num_fewshot=asked.num_fewshot,
+                apply_chat_template=asked.apply_chat_template,
+                log_samples=False,
+                bootstrap_iters=_BOOTSTRAPS,
+                **options,
+            )
+        except ValueError as error:  # such as more examples than a task has
+            raise ConfigError(f"the tasks can't be run so: {error}", "tasks") from error
         return results
 
 
