@@ -145,7 +145,7 @@ def test_the_controller_starts_what_is_planned(
 
 
 def test_a_cluster_is_there_once(cluster: RayCluster) -> None:
-    with pytest.raises(ConfigError, match="there is a cluster 'c' on Ray"):
+    with pytest.raises(ConfigError, match=r"there is a cluster 'c' on Ray; .* --name c"):
         cluster.create(ARGS)
     with pytest.raises(ConfigError, match="there is no cluster 'other' on Ray"):
         RayCluster("other").list()

@@ -118,8 +118,8 @@ class ClusterFolder:
     def create(self, args: ClusterArgs) -> None:
         """Raises ConfigError if the folder has a cluster with nodes already, or can't be made."""
         if self._file.exists() and not self.is_on_ray and self.read().num_nodes:
-            message = f"there is a cluster in {self.path}; end it with weft cluster scale 0"
-            raise ConfigError(message, "name")
+            end = f"end it with weft cluster scale 0 --name {self.path.name}"
+            raise ConfigError(f"there is a cluster in {self.path}; {end}", "name")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

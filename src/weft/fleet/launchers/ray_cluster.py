@@ -132,7 +132,8 @@ class RayCluster:
         """Store what the cluster should be; its controller starts the nodes. Raises ConfigError if
         there is one with this name."""
         if not self._state.create(Plan(args, secrets.token_hex(32))):
-            message = f"there is a cluster {self._name!r} on Ray; end it with weft cluster scale 0"
+            end = f"end it with weft cluster scale 0 --name {self._name}"
+            message = f"there is a cluster {self._name!r} on Ray; {end}"
             raise ConfigError(message, "name")
         self._have_controller()
 
