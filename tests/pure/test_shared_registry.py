@@ -160,6 +160,19 @@ def test_a_store_that_is_away(makes: bool, monkeypatch: pytest.MonkeyPatch) -> N
         assert registry.state.names["sql"].generation == 1 + makes
 
 
+def test_an_entry_that_cant_be_read_ends_the_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a backup left a folder or a link that leads nowhere."""
+    monkeypatch.setattr("weft.registry.shared.PATIENCE_S", 0.05)
+    with SharedRegistry(DirectoryStore(tmp_path), poll_s=0.01) as registry:
+        (tmp_path / "log/00000000000000000001").mkdir(parents=True)
+        with pytest.raises(RegistryUnavailable, match="is there, but can't be read"):
+            registry.submit(Publish("sql", A)).result(PATIENCE_S)
+        (tmp_path / "log/00000000000000000001").rmdir()
+        assert registry.change(Publish("sql", A)) == Done(1, 1)
+
+
 def test_a_change_outlives_a_short_absence() -> None:
     store = Away()
     with SharedRegistry(store, poll_s=0.01) as registry:

@@ -113,7 +113,8 @@ class Log:
     def commit(self, ops: Sequence[Op], now: float) -> Steps[dict[str, Result | None]]:
         """Try once to make changes, all in one entry. Returns the results of the ops that are
         settled, by nonce; None is the result if it can't be known any more. Try the others again:
-        another entry came first. `now` is in seconds since 1970."""
+        another entry came first. `now` is in seconds since 1970. Raises RegistryUnavailable if that
+        entry can't be read."""
         if settled := self._settled(ops):
             return settled
         seq = self.state.seq + 1
@@ -121,6 +122,9 @@ class Log:
         content = msgspec.json.encode(Entry(now, tuple(ops)))
         if not (yield from _put(entry_key(seq), content)):
             yield from self.poll(_AHEAD_OF_LOSERS)
+            if self.state.seq < seq:
+                message = f"{entry_key(seq)} of the registry is there, but can't be read"
+                raise RegistryUnavailable(message, "registry")
         elif not (yield from self._jumped(seq)):
             self._take(content)
             self._ended_here |= seq % self.state.epoch == 0
