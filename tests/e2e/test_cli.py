@@ -420,6 +420,19 @@ def test_what_no_engine_can_do_is_refused_before_one_has_started(
     assert message in refusal("serve", BASE, "--port", "0", *SMALL, *flags)
 
 
+def test_a_hangup_during_the_start_does_not_end_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when logs are rotated; a terminal that is closed ends it."""
+    found: list[object] = []
+    monkeypatch.setattr(
+        "weft.cli.serve.run", lambda *_: found.append(signal.getsignal(signal.SIGHUP))
+    )
+    for has_terminal in (False, True):
+        monkeypatch.setattr("os.isatty", lambda _, has_terminal=has_terminal: has_terminal)
+        assert CliRunner().invoke(app, ["serve", BASE]).exit_code == 0
+    assert CliRunner().invoke(app, ["serve", BASE, "--audit-log", "-"]).exit_code == 0
+    assert found == [signal.SIG_IGN, signal.SIG_DFL, signal.SIG_IGN]
+
+
 @pytest.mark.usefixtures("quick_engines")
 def test_an_adapter_larger_than_adapter_memory_is_told_in_bytes() -> None:
     adapter = ("--lora-modules", f"reverse={tiny.ADAPTERS['reverse']}", "--adapter-memory", "1K")

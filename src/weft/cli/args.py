@@ -237,6 +237,10 @@ class ServeFlags:
         """The URIs from which clients may load adapters. Raises ConfigError."""
         return Allowed(e for given in self.allow_sources or () for e in given.split(",") if e)
 
+    def keeps_on_hangup(self) -> bool:
+        """Whether SIGHUP does not end the server: it renews something, or there is no terminal."""
+        return self.tenants is not None or self.audit_log is not None or not os.isatty(0)
+
     def tenants_file(self) -> TenantsFile | None:
         """Who shares the server. Raises ConfigError."""
         if self.tenants is None:

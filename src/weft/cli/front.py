@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -44,10 +43,8 @@ class FrontDoor:
         self._telling: asyncio.Task[None] | None = None
 
     def on_hangup(self) -> None:
-        """Let SIGHUP renew the file of tenants and the audit log. Without them it changes nothing,
-        but still ends a server whose terminal is closed."""
-        if self._reloads or not os.isatty(0):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.renew)
+        """Let SIGHUP renew the file of tenants and the audit log; without them it changes none."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.renew)
 
     async def tell(self, engine: EngineClient) -> None:
         """Tell the engine of the tenants, now and whenever they change."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -104,6 +105,8 @@ def serve(
     with ending_in_one_line(traceback=flags.log_level == "debug"):
         check_texts(flags)
         engine = engine_args(model, **options)
+        if flags.keeps_on_hangup():
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it is handled
         use_kernels(flags.kernels)
         if not flags.no_engine:
             from weft.fleet.process import spawn_engine_ahead

@@ -155,7 +155,8 @@ async def _run_server(start: _Start) -> None:
         task.cancel()
 
     _on_signals(stop)
-    start.door.on_hangup()
+    if flags.keeps_on_hangup():
+        start.door.on_hangup()
     with contextlib.ExitStack() as bound:
         listener = None
         if not flags.no_api:
