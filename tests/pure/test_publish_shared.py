@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -132,6 +133,26 @@ def test_verify_names_each_version_that_is_not_whole(tmp_path: Path) -> None:
         shutil.rmtree(blob)
         weft.publish(place, "acme/sql", written(tmp_path / "again", files))
     assert "5 contents are whole, 0" in run("registry", "verify", "--registry", place)
+
+
+def test_a_registry_is_read_without_room_or_rights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = ("--registry", tmp_path)
+    weft.publish(tmp_path, "acme/sql", written(tmp_path / "a", FILES))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "aside/old").touch()
+    os.utime(tmp_path / "aside/old", (0, 0))
+    monkeypatch.setattr(Path, "hardlink_to", full)
+    monkeypatch.setattr(Path, "unlink", full)
+    assert "acme/sql  v1" in run("registry", "ls", *to)
+    assert "1 contents are whole" in run("registry", "verify", *to)
+    assert "publish v1" in run("history", "acme/sql", *to)
+    assert "0 contents" in run("registry", "gc", *to)
+    run("tenants", "list", *to)
 
 
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

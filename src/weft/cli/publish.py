@@ -121,7 +121,7 @@ def list_names(registry: Registry) -> None:
     """Print a registry's names, and the versions that their requests get."""
     from weft.registry.records import shown_route
 
-    with opened(registry) as shared:
+    with opened(registry, writes=False) as shared:
         for name, entry in sorted(shared.state.names.items()):
             if entry.removed_at is None:
                 newest = max(entry.versions, default=0)
@@ -136,7 +136,7 @@ def verify(registry: Registry) -> None:
     from weft.registry.blobs import Blobs
     from weft.registry.sweep import needed_by
 
-    with opened(registry) as shared:
+    with opened(registry, writes=False) as shared:
         blobs, bad = Blobs(shared.store), 0
         names = dict(shared.state.names.items())
         needed = sorted(needed_by(names.values(), time.time()))
@@ -181,7 +181,7 @@ def gc(
         "sweep": ("would be removed", "removed"),
         "rescued": ("being published again", "being published again"),
     }
-    with opened(registry) as shared:
+    with opened(registry, writes=delete) as shared:
 
         def names() -> list[Name]:
             shared.poll()

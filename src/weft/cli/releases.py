@@ -6,7 +6,7 @@ from __future__ import annotations
 import getpass
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -105,7 +105,7 @@ def label(
 
 def history(name: NamedAdapter, registry: Registry) -> None:
     """Print the latest changes of an adapter's name, the newest first."""
-    with opened(registry) as shared:
+    with opened(registry, writes=False) as shared:
         changes = shared.history(name)
         if not changes:
             raise AdapterNotFound(f"the registry has no adapter {name!r}", "name")
@@ -158,15 +158,16 @@ def import_tenants(
 @tenants.command("list")
 def list_tenants(registry: Registry) -> None:
     """Print the names of a registry's tenants."""
-    with opened(registry) as shared:
+    with opened(registry, writes=False) as shared:
         for name in sorted(shared.state.tenants):
             typer.echo(name)
 
 
 @contextmanager
-def opened(uri: str, *, make: bool = False) -> Iterator[SharedRegistry]:
+def opened(uri: str, *, make: bool = False, writes: bool = True) -> Iterator[SharedRegistry]:
     """A context with the registry of a URI; what goes wrong in it ends the command in one line. A
-    folder that is not there is made only where that is asked for."""
+    folder that is not there is made only where that is asked for. To be read, it needs neither room
+    nor the right to write."""
     from weft.registry.shared import SharedRegistry
     from weft.registry.stores import open_store
 
@@ -174,7 +175,7 @@ def opened(uri: str, *, make: bool = False) -> Iterator[SharedRegistry]:
         folder = uri.removeprefix("file://")
         if not make and "://" not in folder and not Path(folder).is_dir():
             raise ConfigError(f"--registry {uri}: there is no such folder", "registry")
-        with SharedRegistry(open_store(uri)) as shared:
+        with closing(SharedRegistry(open_store(uri), writes=writes)) as shared:
             yield shared
 
 

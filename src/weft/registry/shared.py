@@ -68,10 +68,11 @@ class _Waiting:
 class SharedRegistry:
     """Follows a registry's state, and commits changes to it."""
 
-    def __init__(self, store: Store, *, poll_s: float = 0.25) -> None:
-        """Checks that the store can hold a registry, and reads it. Raises ConfigError,
-        RegistryUnavailable."""
-        probe(store)
+    def __init__(self, store: Store, *, poll_s: float = 0.25, writes: bool = True) -> None:
+        """Checks that the store can hold a registry, unless nothing is to be written to it, and
+        reads it. Raises ConfigError, RegistryUnavailable."""
+        if writes:
+            probe(store)
         self.store = store
         self._ask = _Driver(store)
         self._log = Log()

@@ -100,7 +100,7 @@ class DirectoryStore:
         try:
             self._aside.mkdir(parents=True, exist_ok=True)
             for unfinished in self._aside.iterdir():
-                with suppress(FileNotFoundError):
+                with suppress(OSError):  # gone meanwhile, or only to be read
                     if unfinished.stat().st_mtime < time.time() - _STALE_S:
                         unfinished.unlink()
         except OSError as error:
