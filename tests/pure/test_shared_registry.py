@@ -141,8 +141,11 @@ class Away(MemoryStore):
 
 
 @pytest.mark.parametrize("makes", [False, True], ids=["not made", "made"])
-def test_a_store_that_is_away(makes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_away(
+    makes: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("weft.registry.shared.PATIENCE_S", 0.05)
+    monkeypatch.setattr("weft.registry.shared.STALE_S", 0.05)
     store = Away()
     with SharedRegistry(store, poll_s=0.01) as registry:
         registry.change(Publish("sql", A))
@@ -154,10 +157,12 @@ def test_a_store_that_is_away(makes: bool, monkeypatch: pytest.MonkeyPatch) -> N
             registry.poll()
         assert registry.state.names["sql"].generation == 1
         wait_until(lambda: registry.stale_s() > 0.1)
+        wait_until(lambda: "its last state holds" in caplog.text)
         store.away = False
         wait_until(lambda: registry.stale_s() < 0.1)
         registry.poll()
         assert registry.state.names["sql"].generation == 1 + makes
+        wait_until(lambda: "the registry answers again" in caplog.text)
 
 
 def test_an_entry_that_cant_be_read_ends_the_change(

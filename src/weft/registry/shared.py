@@ -51,6 +51,8 @@ _ERRORS: Final[dict[str, type[WeftError]]] = {
     "invalid": InvalidRequest,
 }
 _ops = msgspec.json.Decoder(Op)
+STALE_S = 10.0
+"""`/ready` and the log mention a registry once it has not answered for this long."""
 _log = logging.getLogger(__name__)
 
 
@@ -206,12 +208,20 @@ class SharedRegistry:
 
     def _follow(self) -> None:
         unexpected = ""  # what was logged last
+        is_away = False  # whether that was logged
         while True:
             try:
                 if not self._commit():
                     self.poll()
+                if is_away:
+                    is_away = False
+                    _log.warning("the registry answers again")
             except RegistryUnavailable as error:
                 self._give_up(error)
+                if not is_away and (stale_s := self.stale_s()) >= STALE_S:
+                    is_away = True
+                    message = "the registry has not been read for %.0f s: %s; its last state holds"
+                    _log.warning(message, stale_s, error.message)
             except Exception as error:
                 if repr(error) != unexpected:
                     unexpected = repr(error)

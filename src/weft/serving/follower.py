@@ -23,7 +23,7 @@ from weft.registry.blobs import Blobs
 from weft.registry.labels import Pins
 from weft.registry.records import Change, Done
 from weft.registry.releases import choose, number_of, numbers_of, split
-from weft.registry.shared import SharedRegistry
+from weft.registry.shared import STALE_S, SharedRegistry
 from weft.registry.shared_names import SharedNames
 from weft.registry.state import State
 from weft.serving.publisher import Publisher
@@ -38,8 +38,6 @@ LOOK_TIMEOUT_S = 5.0
 FAILED_S = 5.0
 """How long requests for a version that could not be loaded get the same error, without a retry."""
 MAX_FAILED = 1024
-STALE_S = 10.0
-"""`/ready` mentions the registry once it has not answered for this long."""
 BOOT_LOADS = 16
 """How many versions are loaded side by side at the start."""
 _ATTEMPTS = 10
