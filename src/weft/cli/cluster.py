@@ -188,11 +188,7 @@ def _run_local(folder: ClusterFolder, args: ClusterArgs) -> None:
     if "://" not in args.registry:  # adapters can be pushed there while the nodes start
         Path(args.registry).mkdir(parents=True, exist_ok=True)
     launcher = LocalLauncher(folder, args)
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     console.print(f"Nodes write to {folder.path}/*.log; Ctrl-C ends them all.", soft_wrap=True)
     try:
         for node_name in args.names:
