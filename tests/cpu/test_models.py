@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -947,7 +948,10 @@ def test_layer_types_that_disagree_are_refused(
         ("granite", "logits_scaling", 0.0),
         ("granite4", "layer_types", ["attention", "mamba", "attention"]),
         ("granite4", "num_local_experts", 2),
+        ("granite4", "num_local_experts", None),
         ("granite4", "shared_intermediate_size", 0),
+        ("granite4", "attention_multiplier", None),
+        ("glm", "num_key_value_heads", None),
         ("mistral-window", "sliding_window", 0),
         ("qwen3.5", "linear_num_key_heads", 0),
         ("qwen3.5", "linear_conv_kernel_dim", 0),
@@ -964,6 +968,16 @@ def test_layers_that_would_be_computed_wrongly_are_refused(
     with pytest.raises(ConfigError) as caught:
         load_model_config(tmp_path)
     assert caught.value.param == field
+
+
+def test_how_many_experts_there_are_is_a_number_under_its_other_name_too(tmp_path: Path) -> None:
+    config = copy.deepcopy(CONFIGS["qwen3-moe"])
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    edit_config(tmp_path, num_local_experts=None)
+    with pytest.raises(ConfigError) as caught:
+        load_model_config(tmp_path)
+    assert caught.value.param == "num_experts"
 
 
 def test_old_style_rope_fields_are_read(folder: Path) -> None:

@@ -329,6 +329,7 @@ _NUMBERS = (
     *("layer_norm_eps", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
     *("residual_multiplier", "rms_norm_eps", "swiglu_alpha", "swiglu_limit"),
 )
+_FACTORS = "attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"
 
 
 def _build(
@@ -347,7 +348,7 @@ def _build(
         intermediate_size=getattr(hf, family.mlp_width, 0),
         num_layers=hf.num_hidden_layers,
         num_heads=hf.num_attention_heads,
-        num_kv_heads=shape.num_kv_heads if shape else hf.num_key_value_heads,
+        num_kv_heads=shape.num_kv_heads if shape else hf.num_key_value_heads or 0,
         head_dim=shape.head_dim if shape else _head_dim(hf),
         norm_eps=getattr(hf, family.norm_eps),
         tie_word_embeddings=bool(hf.tie_word_embeddings),
@@ -384,6 +385,9 @@ def _check_numbers(hf: Any, windows: tuple[int | None, ...]) -> None:
     for name, size in (*sizes, *(("sliding_window", window) for window in set(windows))):
         if size is not None and not 1 <= size < 1 << 31:
             raise ConfigError(f"{name} must be at least 1 and below 2**31, got {size}", name)
+    for name in _FACTORS:
+        if getattr(hf, name, 0) is None:
+            raise ConfigError(f"{name} must be a number, got null", name)
     for name in _NUMBERS:
         number = getattr(hf, name, None) or 0.0
         if not abs(number) <= sys.float_info.max or (number < 0 and name.endswith("_eps")):

@@ -81,7 +81,7 @@ def _granite_scales(hf: Any) -> Scales:
 
 
 def _granite4_windows(hf: Any) -> tuple[int | None, ...]:
-    if hf.num_local_experts:
+    if hf.num_local_experts != 0:
         message = f"num_local_experts {hf.num_local_experts} is not served, only 0: dense models"
         raise ConfigError(message, "num_local_experts")
     return (None,) * len(layer_types(hf, "full_attention"))
@@ -132,6 +132,8 @@ def _qwen3_moe(hf: Any) -> MoeConfig | None:
     if step < 1:
         message = f"decoder_sparse_step must be positive, got {step}"
         raise ConfigError(message, "decoder_sparse_step")
+    if type(hf.num_experts) is not int:
+        raise ConfigError(f"num_experts must be a number, got {hf.num_experts!r}", "num_experts")
     layers = tuple(
         i not in hf.mlp_only_layers and hf.num_experts > 0 and (i + 1) % step == 0
         for i in range(hf.num_hidden_layers)
