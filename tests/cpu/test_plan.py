@@ -167,6 +167,19 @@ def test_a_pattern_of_names_that_can_not_be_read() -> None:
         plan.memory(TOTAL, 1, 0)
 
 
+@pytest.mark.parametrize(
+    "stated",
+    [
+        INT4 | {"group_size": "128"},
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "fp8", "weight_block_size": "128"},
+    ],
+)
+def test_a_size_that_can_not_be_read(stated: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"must be a number|not two positive sizes"):
+        of_one_layer(stated)
+
+
 @SIZES
 @pytest.mark.parametrize("asked", [None, 0.25, 4 << 30])
 def test_memory_is_divided_as_a_worker_does(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import NoneType
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from weft.models.quantized.values import (
     Dequantized,
     Parts,
     Tensors,
+    group_size,
     joined,
     of_codes,
     unpacked,
@@ -32,10 +32,7 @@ from weft.models.quantized.values import (
 
 def read_gptq(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     version = stated.get("checkpoint_format") or stated.get("format")
-    shift, group = 0 if version == "gptq_v2" else 1, stated.get("group_size")
-    if type(group) not in (int, NoneType):
-        name = "quantization_config.group_size"
-        raise ConfigError(f"{name} must be a number, got {group!r}", name)
+    shift, group = 0 if version == "gptq_v2" else 1, group_size(stated)
     make = partial(_matrix, bits=stated["bits"], shift=shift, group=group or -1)
     return joined(tensors, ".qweight", (".scales", ".qzeros", ".g_idx"), make)
 

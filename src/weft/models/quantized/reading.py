@@ -14,10 +14,10 @@ from weft.kernels.quant.packed import Codes, Coding
 from weft.models.quantized.awq import read_awq
 from weft.models.quantized.bnb import read_bitsandbytes
 from weft.models.quantized.compressed import read_compressed
-from weft.models.quantized.fp8 import read_fp8
+from weft.models.quantized.fp8 import Block, block_size, read_fp8
 from weft.models.quantized.gptq import read_gptq
 from weft.models.quantized.mxfp4 import read_mxfp4
-from weft.models.quantized.values import Dequantized, Tensors
+from weft.models.quantized.values import Dequantized, Tensors, group_size
 
 _Reader = Callable[[Tensors, Mapping[str, Any]], Iterator[tuple[str, Any]]]
 _READERS: dict[str, _Reader] = {
@@ -50,7 +50,7 @@ def expected(
 ) -> Dequantized:
     """The matrix (out, in), without memory, that a checkpoint has for the module of this name in
     the text model, as far as `stated` says: scales are taken to have the dtype that fits a model
-    served in `dtype`. Raises ConfigError for a regular expression that can't be read."""
+    served in `dtype`. Raises ConfigError for a regular expression or a size that can't be read."""
     found = _coding_and_group(stated, name) if is_converted(stated, name) else None
     return Dequantized(
         shape,
@@ -113,17 +113,21 @@ def _strings(stated: object) -> Iterator[str]:
 def _coding_and_group(stated: Mapping[str, Any], name: str) -> tuple[Coding, int | None] | None:
     method = stated["quant_method"]
     if method == "awq" or (method == "gptq" and not stated.get("desc_act")):
-        return "int8" if stated["bits"] == 8 else "int4", stated.get("group_size")
+        return "int8" if stated["bits"] == 8 else "int4", group_size(stated)
     if method == "fp8":
-        block = stated.get("weight_block_size")
-        return "e4m3", None if block is None else block[1]
+        return "e4m3", _inputs(block_size(stated.get("weight_block_size")))
     weights = _weights_of(stated, name) if method == "compressed-tensors" else None
     if weights is None or weights.get("actorder") == "group":
         return None
     if weights.get("type") == "float":
-        return "e4m3", weights["block_structure"][1] if weights["strategy"] == "block" else None
-    group = weights.get("group_size") if weights["strategy"] == "group" else None
+        blocks = weights["strategy"] == "block"
+        return "e4m3", _inputs(block_size(weights.get("block_structure"))) if blocks else None
+    group = group_size(weights) if weights["strategy"] == "group" else None
     return "int4" if weights["num_bits"] == 4 else "int8", group
+
+
+def _inputs(block: Block | None) -> int | None:
+    return None if block is None else block[1]
 
 
 def _weights_of(stated: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -97,6 +98,15 @@ def joined(
             yield name, stored
         elif ending == main:
             yield f"{stem}.weight", make(Parts(tensors, stem))
+
+
+def group_size(stated: Mapping[str, Any]) -> int | None:
+    """How many inputs share a scale, as `stated` says. Raises ConfigError for what is no number."""
+    size: int | None = stated.get("group_size")
+    if type(size) not in (int, NoneType):
+        name = "quantization_config.group_size"
+        raise ConfigError(f"{name} must be a number, got {size!r}", name)
+    return size
 
 
 FLOATS = ("F16", "BF16", "F32")
