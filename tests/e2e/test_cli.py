@@ -426,10 +426,12 @@ def test_a_hangup_during_the_start_does_not_end_a_server(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         "weft.cli.serve.run", lambda *_: found.append(signal.getsignal(signal.SIGHUP))
     )
-    for has_terminal in (False, True):
+    before = signal.getsignal(signal.SIGHUP)
+    for has_terminal, flags in ((False, []), (True, []), (True, ["--audit-log", "-"])):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         monkeypatch.setattr("os.isatty", lambda _, has_terminal=has_terminal: has_terminal)
-        assert CliRunner().invoke(app, ["serve", BASE]).exit_code == 0
-    assert CliRunner().invoke(app, ["serve", BASE, "--audit-log", "-"]).exit_code == 0
+        assert CliRunner().invoke(app, ["serve", BASE, *flags]).exit_code == 0
+    signal.signal(signal.SIGHUP, before)
     assert found == [signal.SIG_IGN, signal.SIG_DFL, signal.SIG_IGN]
 
 
