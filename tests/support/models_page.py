@@ -185,7 +185,7 @@ meets the same weights on which it was trained.
 | `awq` | 4 bits in the `gemm` layout | yes |
 | `bitsandbytes` | nf4 and fp4, with and without double quantization, and int8 | no |
 | `compressed-tensors` | integers of 4 and 8 bits, and fp8, by tensor, output, group or block; \
-also if older versions named it in `compression_config` \
+also as older versions state it, in `compression_config` \
 | yes |
 | `fp8` | by tensor, by output, or by block | yes |
 | `gptq` | 2, 4 and 8 bits, both versions, with and without reordered inputs \

@@ -38,7 +38,8 @@ class PeftConfig:
     modules_to_save: tuple[str, ...] = ()
     """Endings of the names of modules that were trained as a whole."""
     unadapted: tuple[Pattern, ...] = ()
-    """Modules that have no LoRA, as PEFT reads `modules_to_save` for this: as expressions."""
+    """Expressions for the names of modules that have no LoRA. PEFT makes them of the entries of
+    `modules_to_save`."""
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Trained token ids by the ending of a module's name."""
     ensure_weight_tying: bool = False

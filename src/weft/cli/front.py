@@ -43,7 +43,7 @@ class FrontDoor:
         self._telling: asyncio.Task[None] | None = None
 
     def on_hangup(self) -> None:
-        """Let SIGHUP renew the file of tenants and the audit log; without them it changes none."""
+        """Let SIGHUP renew the file of tenants and the audit log, as far as there are any."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.renew)
 
     async def tell(self, engine: EngineClient) -> None:

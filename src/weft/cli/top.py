@@ -208,7 +208,7 @@ def _adapter_table(view: View, max_rows: int, width: int) -> Table:
 
 @dataclass(frozen=True)
 class _OfWidth:
-    """What is made for the width that there is."""
+    """Something to show that is made once its width in columns is known."""
 
     made: Callable[[int], RenderableType]
 

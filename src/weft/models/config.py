@@ -204,7 +204,8 @@ def load_model_config(path_or_id: str | Path, revision: str | None = None) -> Mo
         hf = _hf_config(folder)
         if family.text_of:
             tied, hf = hf.tie_word_embeddings, hf.text_config
-            hf.tie_word_embeddings = hf.tie_word_embeddings if family.tied_by_text else tied
+            if not family.tied_by_text:
+                hf.tie_word_embeddings = tied
         check_fields(hf)
     eos = _eos_token_ids(folder, raw, hf.eos_token_id if family.text_of else None)
     return _build(architecture, family, hf, raw, eos)
@@ -329,7 +330,9 @@ _NUMBERS = (
     *("layer_norm_eps", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
     *("residual_multiplier", "rms_norm_eps", "swiglu_alpha", "swiglu_limit"),
 )
+"""Fields that must be finite where a configuration has them."""
 _FACTORS = "attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"
+"""Those that must not be null either."""
 
 
 def _build(

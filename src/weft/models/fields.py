@@ -147,7 +147,6 @@ COMPUTED = {
     "use_parallel_block": True,
 }
 """Fields that transformers does not know, and the values that say what is computed in any case."""
-_IGNORED = "config.json: %s is not known to transformers; it is ignored"
 
 
 def check_fields(hf: Any) -> None:
@@ -157,14 +156,11 @@ def check_fields(hf: Any) -> None:
     if "per_layer_config" in stated.keys() - defaults.keys():
         raise ConfigError(f"per_layer_config is not served for {hf.model_type}", "per_layer_config")
     for name, value in stated.items():
-        if name in COMPUTED and name not in defaults:
-            if value != COMPUTED[name]:
-                logger.warning(_IGNORED, name)
-        elif name in READ or name in WITHOUT_EFFECT:
+        is_known = name in defaults
+        if (name in READ or name in WITHOUT_EFFECT) and (is_known or name not in COMPUTED):
             continue
-        elif name not in defaults:
-            if value:
-                logger.warning(_IGNORED, name)
-        elif value != defaults[name]:
+        if is_known and value != defaults[name]:
             message = f"{name} {value!r} is not served, only {defaults[name]!r}"
             raise ConfigError(message, name)
+        if not is_known and (value != COMPUTED[name] if name in COMPUTED else value):
+            logger.warning("config.json: %s is not known to transformers; it is ignored", name)

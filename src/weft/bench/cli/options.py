@@ -112,8 +112,9 @@ def engine_options(*fixed: str) -> Callable[[Callable[..., None]], Callable[...,
 
 
 class Measure(Protocol):
-    """Runs a benchmark with its arguments, which are good, and shows its report. Ends the command
-    with exit status 1 if the report is not ok. Raises ConfigError if there would be no plot."""
+    """Runs a benchmark, whose arguments have been checked, shows its report, and ends the command:
+    with exit status 1 if the report is not ok. Raises ConfigError if a plot is asked for and
+    matplotlib is not installed."""
 
     def __call__(
         self, run: Callable[P, Report], /, *args: P.args, **more: P.kwargs
