@@ -253,8 +253,8 @@ def test_heads_with_norms_have_the_same_bits_in_turn(
     norm = torch.randn(norm_shape, generator=generator)
     table = torch.randn(4, 2, HEAD_DIM, generator=generator)
     rope, found = Rope(table[:, :1], table[:, 1:]), []
-    for many in (5, 4):
-        monkeypatch.setattr(triton_heads, "MANY_ROWS", many)
+    for places in (32, 31):
+        monkeypatch.setattr(triton_heads, "PLACES", places)
         own = KVCache(cache.k.clone(), cache.v.clone())
         q = ops.rope_and_write(Product(qkv.clone()), rope, norm, 1e-6, own, batch)
         found.append((q, own.k, own.v))
@@ -262,12 +262,12 @@ def test_heads_with_norms_have_the_same_bits_in_turn(
         torch.testing.assert_close(one, in_turn, atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("many", [5, 4])
+@pytest.mark.parametrize("places", [32, 31])
 def test_gates_behind_their_heads_are_left_and_applied(
-    ops: kernels.TritonOps, monkeypatch: pytest.MonkeyPatch, many: int
+    ops: kernels.TritonOps, monkeypatch: pytest.MonkeyPatch, places: int
 ) -> None:
     """With what adapters add to some rows, too; head by head, and two heads at a time."""
-    monkeypatch.setattr(triton_heads, "MANY_ROWS", many)
+    monkeypatch.setattr(triton_heads, "PLACES", places)
     monkeypatch.setattr(triton_heads, "MANY_HEADS", 2)
     batch = random_batch([(3, 5), (1, 9)], 4, 0)
     generator = torch.Generator().manual_seed(0)

@@ -71,11 +71,11 @@ def count_tokens(counts_V: Tensor, prompt_L: Tensor, output_L: Tensor) -> None:
 def shape(
     logits_NV: Tensor, bias: Bias | None, penalties: Penalties | None, mask: Mask | None
 ) -> Tensor:
-    """The logits to choose from, float32 (N, V). `logits_NV` is not changed; it is returned itself
-    if there is nothing to do."""
+    """The logits to choose from, (N, V). `logits_NV` is not changed; it is returned itself if there
+    is nothing to do, and float32 otherwise."""
     if bias is None and penalties is None and mask is None:
         return logits_NV
-    shaped_NV = logits_NV.clone()
+    shaped_NV = logits_NV.to(torch.float32, copy=True)
     if bias is not None:
         shaped_NV[bias.row_B, bias.token_B] += bias.value_B
     if penalties is not None:
@@ -129,7 +129,8 @@ def sample(logits_NV: Tensor, batch: SamplingBatch | None) -> Tensor:
         the most likely one, then to the top_k most likely ones, and then to the fewest most
         likely ones whose probabilities reach top_p.
 
-    logits_NV: float32, one of each row finite. `batch` None: all rows are greedy.
+    logits_NV: of any precision, one of each row finite. Everything is computed in float32. `batch`
+    None: all rows are greedy.
     """
     ids_N = logits_NV.argmax(-1)
     if batch is None:
@@ -202,7 +203,7 @@ def _filter(logits_MV: Tensor, top_k_M: Tensor | None, top_p_M: Tensor | None) -
 def top_logprobs(logits_NV: Tensor, ids_N: Tensor, num: int) -> tuple[Tensor, ...]:
     """Log-probabilities of the chosen tokens, float32 (N,), and their ranks from 1, int64 (N,); and
     of the `num` most likely ones, (N, num), and their ids, (N, num)."""
-    logprobs_NV = logits_NV.log_softmax(-1)
+    logprobs_NV = logits_NV.log_softmax(-1, dtype=torch.float32)
     chosen_N1 = logprobs_NV.gather(1, ids_N[:, None])
     rank_N = (logprobs_NV > chosen_N1).sum(-1) + 1
     top = logprobs_NV.topk(num, dim=-1)

@@ -21,12 +21,12 @@ def draw(
 ) -> Tensor:
     """The tokens with the largest logits / temperature + noise of some rows, int64 (M,).
 
-    logits_NV: float32, rows of consecutive numbers. row_M: int64, among them. The others are as in
+    logits_NV: rows of consecutive numbers. row_M: int64, among them. The others are as in
     `SamplingBatch`.
     """
     num_rows, vocab_size = len(row_M), logits_NV.shape[1]
     num_chunks = cdiv(vocab_size, CHUNK)
-    best_MC = torch.empty((num_rows, num_chunks), device=logits_NV.device)
+    best_MC = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits_NV.device)
     # Zeros, as a kernel that is still to be compiled writes nothing, and tokens are indices.
     token_MC = torch.zeros_like(best_MC, dtype=torch.int64)
     _best_of_chunk[num_rows, num_chunks](
@@ -71,7 +71,7 @@ def _best_of_chunk(
     bits = _mix(_mix(token.to(tl.uint32) ^ key) + key)
     uniform = (bits.to(tl.float64) + 0.5) / 4294967296.0
     noise = -tl.log(-tl.log(uniform))
-    score = tl.div_rn(logit, temperature) + noise.to(tl.float32)
+    score = tl.div_rn(logit.to(tl.float32), temperature) + noise.to(tl.float32)
     best, index = tl.max(score, 0, return_indices=True)
     chosen = tl.minimum(chunk * CHUNK + index, vocab_size - 1)  # also of logits that are no numbers
     at = m * tl.num_programs(1) + chunk

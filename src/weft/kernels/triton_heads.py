@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.ops import Product, Rope
-from weft.kernels.triton_base import has_pending, with_pending
+from weft.kernels.triton_base import has_pending, processors, with_pending
 
 
 @triton.jit
@@ -145,9 +145,11 @@ def _apply_gates(
     tl.store(x_at, x / (1 + tl.exp(-gate)), mask=ok)
 
 
-MANY_ROWS, MANY_HEADS, MANY_TURNS = 512, 8, 4
-"""From so many rows on, a program rotates so many heads at once, or so many in turn if they have
-norms, which are summed in the same order then as for fewer rows."""
+MANY_HEADS, MANY_TURNS = 8, 4
+"""If programs of one head each don't all run at once, a program rotates so many heads at once, or
+so many in turn if they have norms, which are summed in the same order as those of one head."""
+PLACES = 32
+"""The most programs that a processor runs at once."""
 
 
 def rope_and_write(
@@ -170,11 +172,12 @@ def rope_and_write(
         q_THD = qkv_TO.new_empty(T, H, D)
     cos_T1R, sin_T1R, interleaved, _ = rope
     assert cos_T1R.stride(0) == sin_T1R.stride(0)
-    turns = heads = 1
-    if T >= MANY_ROWS and norm_ND is None and H % MANY_HEADS == K % MANY_HEADS == 0:
-        heads = MANY_HEADS
-    elif T >= MANY_ROWS and N % MANY_TURNS == 0:
-        turns = MANY_TURNS
+    turns, heads, num_places = 1, 1, PLACES * processors(qkv_TO.device)
+    if num_places < T * N:
+        if norm_ND is None and H % MANY_HEADS == K % MANY_HEADS == 0:
+            heads = MANY_HEADS
+        elif N % MANY_TURNS == 0:
+            turns = MANY_TURNS
     if T:
         _rope_and_write[T, N // (turns * heads)](
             qkv_TO,

@@ -111,5 +111,5 @@ class MtpHead:
         return pre_norm(self._fc.whole(both_TI, step), [layer], iter(self._norms), step)
 
     def logits(self, x_TI: Tensor, step: StepContext) -> Tensor:
-        """The logits, fp32 (T, V), from the states that `forward` returned."""
-        return self._base.logits(x_TI, step).float()
+        """The logits, (T, V), from the states that `forward` returned."""
+        return self._base.logits(x_TI, step)

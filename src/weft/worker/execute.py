@@ -157,13 +157,13 @@ class StepExecutor:
     def _run_eagerly(
         self, inputs: StepInputs
     ) -> tuple[Tensor, Tensor | None, Logprobs | None, Tensor | None]:
-        """Returns the states after the last norm (T, I); fp32 logits (N, V) if any row is sampled;
+        """Returns the states after the last norm (T, I); logits (N, V) if any row is sampled;
         and, if asked for, the prompts' log-probabilities and the pooled states (P, I)."""
         step = self._on_device(inputs)
         hidden_TI = hidden_states(self._decoder, step, self._kv)
         logits_NV = None
         if len(inputs.sampled_tokens_N):
-            logits_NV = logits(self._decoder, step, hidden_TI).float()
+            logits_NV = logits(self._decoder, step, hidden_TI)
         prompt = None
         if inputs.prompt is not None:
             prompt = self._prompt_logprobs(hidden_TI, step, inputs.prompt)
@@ -227,7 +227,7 @@ class StepExecutor:
             lora = self._begin_lora(slot_L, segments, slot_L, segments)
             context = replace(step.context, lora=lora, vocabulary=vocabulary_of(lora))
             part = replace(step, sampled_N=put(prompt.token_L[begin:end]), context=context)
-            logits_LV = logits(self._decoder, part, hidden_TI).float()
+            logits_LV = logits(self._decoder, part, hidden_TI)
             runs = vocabulary_runs(self._pool, segments, end - begin)
             target_L = put(prompt.target_L[begin:end])
             slices.append(logprobs_of(logits_LV, target_L, num, runs))

@@ -162,7 +162,7 @@ class StepGraphs:
         most = max(max_seqs, token_sizes[-1])
         self._slot_T = make((most,), torch.int32)
         hidden = make((most, decoder.config.hidden_size), decoder.dtype) if gives_hidden else None
-        self._outputs = _Outputs(make((max_seqs, decoder.num_logits), torch.float32), hidden)
+        self._outputs = _Outputs(make((max_seqs, decoder.num_logits), decoder.dtype), hidden)
         kinds: tuple[_Kind, ...] = ("base", "linear", "experts")
         self._kinds = kinds[: 1 if lora is None else 2 if decoder.config.moe is None else 3]
         self._replays: dict[tuple[_Form, _Kind], Callable[[], None]] = {}
@@ -201,7 +201,7 @@ class StepGraphs:
         return [(kind, self._forward(form, kind, decoder, kv)) for kind in self._kinds]
 
     def run(self, inputs: StepInputs, changes_experts: bool = False) -> Tensor | None:
-        """The logits of a step's sampled tokens, fp32 (N, V), overwritten by the next run; None if
+        """The logits of a step's sampled tokens, (N, V), overwritten by the next run; None if
         there is no graph for such a step. `changes_experts`: whether one of the step's adapters
         changes experts."""
         form = self._form(inputs)
