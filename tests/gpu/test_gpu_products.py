@@ -22,6 +22,7 @@ from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment
 from weft.kernels.lora.triton import TritonBackend
 from weft.kernels.ops import (
+    Activation,
     ClampedSwiglu,
     ExpertChoice,
     ExpertWeights,
@@ -31,6 +32,7 @@ from weft.kernels.ops import (
     choose_experts,
 )
 from weft.kernels.quant import e4m3, fp8, triton_fp8
+from weft.kernels.triton_ops import TritonOps
 
 TABLE = build_table(
     [
@@ -83,17 +85,21 @@ def _inputs(group: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     return x, weight
 
 
+def _segments(slots: list[int]) -> tuple[Segment, ...]:
+    return tuple(
+        Segment(s, slots.index(s), slots.index(s) + slots.count(s))
+        for s in dict.fromkeys(slots)
+        if s >= 0
+    )
+
+
 def _product(
     backend: TritonBackend, slots: list[int], group: int, rows: slice
 ) -> tuple[Tensor, Pending]:
     """Of some rows of the batch, in which the rows of a slot lie together."""
     x, weight = _inputs(group, len(slots), backend.pool.arena.dtype)
     there = slots[rows]
-    segments = tuple(
-        Segment(s, there.index(s), there.index(s) + there.count(s))
-        for s in dict.fromkeys(there)
-        if s >= 0
-    )
+    segments = _segments(there)
     slot_T = torch.tensor(there, dtype=torch.int32, device="cuda")
     step = backend.begin(LoraBatch(slot_T, segments, slot_T, segments))
     made = step.product(x[rows], DenseWeight(weight), None, group)
@@ -190,3 +196,47 @@ def test_products_in_fp8() -> None:
         assert torch.equal(scale, expected[1])
         wanted = as_fp8(x.float()) @ weight.dequantized(torch.float32).t() + b.float()
         torch.testing.assert_close(weight.apply(x, b).float(), wanted, rtol=2e-2, atol=4e-2)
+
+
+MANY = [*[-1] * 37, *[0] * 50, *[1] * 17, *[2] * 16, *[3] * 10]
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("slots", [MANY, MANY[37:], [0] * 300], ids=["mixed", "no base", "one"])
+def test_a_gated_mlp_of_many_rows(
+    backend: TritonBackend, slots: list[int], activation: Activation
+) -> None:
+    """Gate, up and the activation come of one kernel, and what it leaves of down."""
+    dtype = backend.pool.arena.dtype
+    x, weight = _inputs(2, len(slots), dtype)
+    dense, segments = DenseWeight(weight / 64), _segments(slots)
+    slot_T = torch.tensor(slots, dtype=torch.int32, device="cuda")
+    step = backend.begin(LoraBatch(slot_T, segments, slot_T, segments))
+    inner = step.gated(x, dense, None, 2, 3, activation)
+    assert inner is not None
+    down = torch.zeros(len(slots), 4096, dtype=dtype, device="cuda")
+    step.start(inner, 3)
+    step.linear(down, inner, 3)
+    y = dense.apply(x, None)
+    without = TritonOps(y.device).activate_and_mul(Product(y), activation)
+    for t, slot in enumerate(slots):
+        delta, want_down = y.new_zeros(y.shape[1], dtype=torch.float64), torch.zeros_like(down[t])
+        view = backend.pool.view(slot, 2) if slot >= 0 else None
+        if view is not None:
+            v = view.a_RI.double() @ x[t].double()
+            for s in view.slices:
+                delta[s.out_start : s.out_stop] = s.b_OR.double() @ v[s.r_start : s.r_stop]
+        whole = (y[t].double() + delta).to(dtype)
+        want = activate_and_mul(whole[None].float(), activation)[0]
+        error = (inner[t].float() - want).abs()
+        assert error.max() <= 4 * ROUNDING[dtype] * want.abs().max(), (t, slot)
+        if slot < 0:
+            assert torch.equal(inner[t], without[t])
+            assert not down[t].any()
+            continue
+        view = backend.pool.view(slot, 3)
+        if view is not None:
+            v = view.a_RI.double() @ inner[t].double()
+            want_down = view.slices[0].b_OR.double() @ v
+        error = (down[t].double() - want_down.double()).abs().max()
+        assert error <= 1.1 * ROUNDING[dtype] * want_down.double().abs().max(), (t, slot)

@@ -97,7 +97,12 @@ class DenseMlp:
     activation: Activation
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Product:
-        inner_TF = self.ops.activate_and_mul(self.gate_up(x_TI, step), self.activation)
+        first, inner_TF = self.gate_up, None
+        if step.lora is not None:
+            groups = first.group, self.down.group
+            inner_TF = step.lora.gated(x_TI, first.weight, first.bias_O, *groups, self.activation)
+        if inner_TF is None:
+            inner_TF = self.ops.activate_and_mul(first(x_TI, step), self.activation)
         return self.down(inner_TF, step)
 
 

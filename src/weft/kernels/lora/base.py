@@ -28,7 +28,7 @@ from weft.core.targets import ImageLayout, TargetTable, aligned
 from weft.kernels.checksum import checksum
 from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.linear import Weight
-from weft.kernels.ops import Product
+from weft.kernels.ops import Activation, Product
 
 SCRATCH_BYTES = 32 << 20
 """Scratch memory to move an image, piece by piece, whose old and new place overlap."""
@@ -274,6 +274,20 @@ class LoraStep(Protocol):
         """The whole of a linear layer, by kernels that compute base and adapters together; the
         adapters' part may be pending. None if there are no such kernels for this step or layer:
         then the caller runs `start`, the base product and `linear`."""
+        return None
+
+    def gated(
+        self,
+        x_TI: Tensor,
+        weight: Weight,
+        bias_O: Tensor | None,
+        group: int,
+        down: int,
+        activation: Activation,
+    ) -> Tensor | None:
+        """activation(gate) * up of x, (T, F), by kernels that compute base and adapters together;
+        `linear` of `down`, the group that reads it, follows. None if there are no such kernels for
+        this step or layer: then the caller computes the product and the activation."""
         return None
 
     def start(self, x_TI: Tensor, group: int) -> None:

@@ -38,13 +38,14 @@ from weft.core.targets import Group
 from weft.kernels import tuned
 from weft.kernels.collective.peers import PeerRanks
 from weft.kernels.linear import Weight
+from weft.kernels.lora import gluon_activate
 from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, LoraStep
 from weft.kernels.lora.triton_beside import NUM_FLAGS, launch_beside
 from weft.kernels.lora.triton_many import SHARES, expand_rows, shrink_rows, sum_v
 from weft.kernels.lora.triton_ranks import RankExchange
 from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
 from weft.kernels.lora.triton_tiles import EXPERT
-from weft.kernels.ops import Pending, Product
+from weft.kernels.ops import Activation, Pending, Product
 from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
 from weft.kernels.triton_linear import FEW_ROWS
 from weft.kernels.tuned import Blocks
@@ -88,7 +89,8 @@ class TritonBackend:
         self.row_floats = max(self.tuning.row_floats, MAX_RANK * most)
         self.exact = INTERPRETED or pool.arena.dtype == torch.float32
         self._tiles = TileList(device)
-        self._work = torch.empty((0, self.row_floats), dtype=torch.float32, device=device)
+        self._work = torch.empty((2, 0, self.row_floats), dtype=torch.float32, device=device)
+        """Two workspaces, as a kernel may read v of one layer and write that of the next."""
         self.flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
         """Flags by which products and what runs beside them tell each other how far they are."""
         linear = [g for g in pool.table.groups if g.kind == "linear"]
@@ -108,8 +110,8 @@ class TritonBackend:
 
     def reserve(self, num_rows: int) -> bool:
         """Make room for steps of that many rows; if there was less, what was captured is void."""
-        if num_rows > len(self._work):
-            self._work = self._work.new_empty((num_rows, self.row_floats))
+        if num_rows > self._work.shape[1]:
+            self._work = self._work.new_empty((2, num_rows, self.row_floats))
         self._tiles.reserve(num_rows)
         return True
 
@@ -117,7 +119,7 @@ class TritonBackend:
         for segment in batch.segments:
             self.pool.view(segment.slot, 0)  # a slot that holds nothing is an error
         num_rows = max(len(batch.slot_T), len(batch.slot_N))
-        if num_rows > len(self._work):
+        if num_rows > self._work.shape[1]:
             self.reserve(2 * num_rows)
         return TritonStep(self, *self._tiles.fill(batch), self._work)
 
@@ -132,14 +134,15 @@ class TritonStep(LoraStep):
         self.rows = rows
         """The step's rows, as `shrink` and `expand` take them."""
         self._sampled = sampled
-        self._work = work
+        self._work, self._other_work = work
         self._shrunk = False
         """Whether the shrink of the layer that is under way has been launched."""
 
     def start(self, x_TI: Tensor, group: int) -> None:
         # Ahead of the product, as it can start while the kernel before still runs, which after a
         # product of another library it can't.
-        self._reduce(x_TI, group)
+        if not self._shrunk:
+            self._reduce(x_TI, group)
         self._shrunk = True
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
@@ -185,6 +188,41 @@ class TritonStep(LoraStep):
         )
         return Product(launched.y_TO, Pending(delta_TO, rows.slots))
 
+    def gated(
+        self,
+        x_TI: Tensor,
+        weight: Weight,
+        bias_O: Tensor | None,
+        group: int,
+        down: int,
+        activation: Activation,
+    ) -> Tensor | None:
+        """Compute the layer of many rows: see `weft.kernels.lora.gluon_activate`."""
+        backend, tiles, num_rows = self._backend, self.rows.tiles, len(x_TI)
+        pool, tuning = backend.pool, backend.tuning
+        of, then = pool.table.groups[group], pool.table.groups[down]
+        if pool.deterministic or num_rows <= FEW_ROWS or len(tiles) != num_rows:
+            return None
+        if not gluon_activate.fits(pool, of, then):
+            return None
+        self._reduce(x_TI, group)
+        inner_TF = gluon_activate.launch(
+            weight.apply(x_TI, bias_O),
+            self._work,
+            self._other_work,
+            tiles,
+            pool,
+            of,
+            then,
+            gelu=activation == "gelu_tanh",
+            part=tuning.part,
+            max_parts=tuning.max_parts,
+            early=tuning.dependent_launch,
+        )
+        self._work, self._other_work = self._other_work, self._work
+        self._shrunk = True
+        return inner_TF
+
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
         self.shrink(x_NI, group, self._sampled)
         self.expand(y_NV, group, self._sampled)
@@ -195,7 +233,7 @@ class TritonStep(LoraStep):
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
         assert self.rows.slots is not None
         rows = TileRows(tiles_of_experts(self.rows.slots, token_P, expert_P))
-        work = self._work.new_empty((len(token_P), self._backend.row_floats))
+        work = self._work.new_empty((2, len(token_P), self._backend.row_floats))
         return TritonStep(self._backend, rows, rows, work)
 
     def _reduce(self, x_TI: Tensor, group: int) -> None:
