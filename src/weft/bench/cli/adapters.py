@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from weft.bench.cli.options import (
-    WORKLOAD,
     InputLen,
     Model,
     NoPlot,
@@ -23,6 +22,7 @@ from weft.bench.cli.options import (
     engine_options,
     reporting,
     split_names,
+    workload_option,
 )
 from weft.terminal.options import with_flags
 
@@ -34,65 +34,54 @@ class ChurnFlags:
     model: Model = None
     populations: Annotated[
         str,
-        typer.Option(
-            metavar="N,...",
-            help="Numbers of adapters in demand, one run for each.",
-            rich_help_panel=WORKLOAD,
-        ),
+        workload_option(metavar="N,...", help="Numbers of adapters in demand, one run for each."),
     ] = "16,32,64,128,256"
     resident: Annotated[
         int,
-        typer.Option(
+        workload_option(
             help="Number of adapters that fit on the device, unless --adapter-memory is given.",
             min=1,
-            rich_help_panel=WORKLOAD,
         ),
     ] = 16
     choice: Annotated[
         str,
-        typer.Option(
+        workload_option(
             "--choice",
             metavar="CHOICE",
             help="How the adapter of each request is chosen: uniform, or zipf:EXPONENT, the first"
             " ones much more often.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = "uniform"
     load: Annotated[
         float | None,
-        typer.Option(
+        workload_option(
             metavar="SHARE",
             help="Send requests at this share of the rate that the engine reaches while all"
             " adapters in demand are on the device. Default: all at once.",
             min=0.01,
             max=2.0,
-            rich_help_panel=WORKLOAD,
         ),
     ] = None
-    num_requests: Annotated[
-        int, typer.Option(help="Requests of each run.", min=1, rich_help_panel=WORKLOAD)
-    ] = 512
+    num_requests: Annotated[int, workload_option(help="Requests of each run.", min=1)] = 512
     ranks: Ranks = "16"
     targets: Targets = None
     input_len: InputLen = "lognormal:5.2,0.8,16,1024"
     output_len: OutputLen = "lognormal:4.9,0.7,8,512"
     on_disk: Annotated[
         bool,
-        typer.Option(
+        workload_option(
             "--on-disk",
             help="Write the adapters to disk as PEFT does, and load them from there: those that"
             " do not fit into --adapter-host-memory are read from disk when used. Default: all"
             " stay in host memory.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = False
     verify: Annotated[
         bool,
-        typer.Option(
+        workload_option(
             "--verify",
             help="Compare all tokens with those of an engine that has memory for all adapters."
             " In float32 they are equal.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = False
     seed: Seed = 0
@@ -164,13 +153,9 @@ def cold(
 @engine_options("enable_prefix_caching", "adapter_memory", "adapter_cache_dir")
 def alora(
     model: Model = None,
-    conversation: Annotated[
-        int,
-        typer.Option(help="Tokens of the conversation.", min=1, rich_help_panel=WORKLOAD),
-    ] = 4000,
+    conversation: Annotated[int, workload_option(help="Tokens of the conversation.", min=1)] = 4000,
     adapters: Annotated[
-        int,
-        typer.Option(help="Adapters that judge the conversation.", min=1, rich_help_panel=WORKLOAD),
+        int, workload_option(help="Adapters that judge the conversation.", min=1)
     ] = 8,
     rank: Rank = 16,
     targets: Targets = None,

@@ -11,8 +11,6 @@ import typer
 from weft.bench.cli.adapters import alora, churn, cold
 from weft.bench.cli.kernels import kernels
 from weft.bench.cli.options import (
-    OUTPUT,
-    WORKLOAD,
     InputLen,
     Model,
     NoPlot,
@@ -24,8 +22,10 @@ from weft.bench.cli.options import (
     Seed,
     Targets,
     engine_options,
+    output_option,
     reporting,
     split_names,
+    workload_option,
 )
 from weft.bench.cli.simulate import simulate
 from weft.terminal.commands import Commands
@@ -42,17 +42,15 @@ bench = Commands(
 def decode(
     model: Model = None,
     batch: Annotated[
-        str,
-        typer.Option(metavar="N,...", help="Requests in the batch.", rich_help_panel=WORKLOAD),
+        str, workload_option(metavar="N,...", help="Requests in the batch.")
     ] = "1,8,32,64",
     pattern: Annotated[
         str,
-        typer.Option(
+        workload_option(
             metavar="NAME,...",
             help="Adapters in the batch: none; identical, one for all; uniform, as many as the"
             " root of the batch, equally often; skewed, a few asked much more than others;"
             " distinct, one for each.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = "none,identical,uniform,skewed,distinct",
     rank: Rank = 16,
@@ -88,27 +86,18 @@ def decode(
 def throughput(
     model: Model = None,
     num_requests: Annotated[
-        int,
-        typer.Option(
-            help="Requests, which are submitted all at once.", min=1, rich_help_panel=WORKLOAD
-        ),
+        int, workload_option(help="Requests, which are submitted all at once.", min=1)
     ] = 512,
     pattern: Annotated[
         str,
-        typer.Option(
+        workload_option(
             metavar="NAME,...",
             help="Adapters of the requests: none; identical, one for all; uniform, all equally"
             " often; skewed, a few asked much more than others.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = "none,identical,uniform,skewed",
     adapters: Annotated[
-        int,
-        typer.Option(
-            help="Adapters of the patterns uniform and skewed.",
-            min=1,
-            rich_help_panel=WORKLOAD,
-        ),
+        int, workload_option(help="Adapters of the patterns uniform and skewed.", min=1)
     ] = 64,
     input_len: InputLen = "lognormal:5.2,0.8,16,1024",
     output_len: OutputLen = "lognormal:4.9,0.7,8,512",
@@ -145,37 +134,23 @@ def throughput(
 def prompts(
     model: Model = None,
     tokens: Annotated[
-        int,
-        typer.Option(
-            help="Tokens of each prompt that is read together with others.",
-            min=1,
-            rich_help_panel=WORKLOAD,
-        ),
+        int, workload_option(help="Tokens of each prompt that is read together with others.", min=1)
     ] = 2048,
-    together: Annotated[
-        int,
-        typer.Option(help="Number of these prompts.", min=1, rich_help_panel=WORKLOAD),
-    ] = 8,
+    together: Annotated[int, workload_option(help="Number of these prompts.", min=1)] = 8,
     prefix: Annotated[
         int,
-        typer.Option(
-            help="Tokens of the prompt that is read alone, and again from the cache.",
-            min=1,
-            rich_help_panel=WORKLOAD,
+        workload_option(
+            help="Tokens of the prompt that is read alone, and again from the cache.", min=1
         ),
     ] = 4096,
     beside: Annotated[
         int,
-        typer.Option(
+        workload_option(
             help="Number of requests that decode while a prompt is read in one step with them.",
             min=0,
-            rich_help_panel=WORKLOAD,
         ),
     ] = 64,
-    chunk: Annotated[
-        int,
-        typer.Option(help="Tokens of a prompt beside decodes.", min=1, rich_help_panel=WORKLOAD),
-    ] = 960,
+    chunk: Annotated[int, workload_option(help="Tokens of a prompt beside decodes.", min=1)] = 960,
     repeats: Repeats = 5,
     seed: Seed = 0,
     plot: Plot = Path("weft-bench-prompts.png"),
@@ -201,16 +176,12 @@ def prompts(
 )
 def profile(
     model: Model = None,
-    batch: Annotated[
-        int,
-        typer.Option(help="Requests in the batch.", min=1, rich_help_panel=WORKLOAD),
-    ] = 64,
+    batch: Annotated[int, workload_option(help="Requests in the batch.", min=1)] = 64,
     pattern: Annotated[
         str,
-        typer.Option(
+        workload_option(
             metavar="NAME,...",
             help="Adapters in the batch, as for decode. LoRA's part is the difference to none.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = "none,identical",
     rank: Rank = 16,
@@ -218,10 +189,9 @@ def profile(
     seed: Seed = 0,
     trace: Annotated[
         Path | None,
-        typer.Option(
+        output_option(
             metavar="FILE.json",
             help="Also write a trace of the last pattern's steps, for chrome://tracing.",
-            rich_help_panel=OUTPUT,
         ),
     ] = None,
     plot: Plot = Path("weft-bench-profile.png"),
@@ -268,32 +238,22 @@ def startup(
 def ready(
     model: Model = None,
     adapters: Annotated[
-        int,
-        typer.Option(
-            help="Adapters that the server loads at the start.", min=1, rich_help_panel=WORKLOAD
-        ),
+        int, workload_option(help="Adapters that the server loads at the start.", min=1)
     ] = 64,
     rank: Rank = 16,
     targets: Targets = None,
-    rounds: Annotated[
-        int,
-        typer.Option(help="Rounds of requests for each pattern.", min=1, rich_help_panel=WORKLOAD),
-    ] = 3,
+    rounds: Annotated[int, workload_option(help="Rounds of requests for each pattern.", min=1)] = 3,
     concurrency: Annotated[
-        int,
-        typer.Option(
-            help="Requests in a round, sent all at once.", min=1, rich_help_panel=WORKLOAD
-        ),
+        int, workload_option(help="Requests in a round, sent all at once.", min=1)
     ] = 64,
     input_len: InputLen = "200",
     output_len: OutputLen = "130",
     pattern: Annotated[
         str,
-        typer.Option(
+        workload_option(
             metavar="NAME,...",
             help="What is asked. base: the base; one: a single adapter; uniform: all adapters in"
             " turn.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = "uniform",
     plot: Plot = Path("weft-bench-ready.png"),
@@ -330,63 +290,53 @@ class LoadFlags:
     ]
     models: Annotated[
         str | None,
-        typer.Option(
+        workload_option(
             metavar="NAME,...",
             help="The models to ask. Default: all adapters that the server lists.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = None
     include_base: Annotated[
-        bool,
-        typer.Option("--include-base", help="Ask the base model too.", rich_help_panel=WORKLOAD),
+        bool, workload_option("--include-base", help="Ask the base model too.")
     ] = False
     endpoint: Annotated[
         Literal["completions", "chat"],
-        typer.Option(
-            help="The API to use. completions: prompts are token ids. chat: prompts are words.",
-            rich_help_panel=WORKLOAD,
+        workload_option(
+            help="The API to use. completions: prompts are token ids. chat: prompts are words."
         ),
     ] = "completions"
     choice: Annotated[
         str,
-        typer.Option(
+        workload_option(
             metavar="CHOICE",
             help="How the model of each request is chosen: zipf:EXPONENT, the first ones much more"
             " often; uniform, at random; or round-robin.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = "zipf:1.0"
     arrival: Annotated[
         str,
-        typer.Option(
+        workload_option(
             metavar="ARRIVAL",
             help="When requests are sent: poisson:RATE a second; bursty:RATE,BURST, so many at"
             " once; all at once; or closed:CONCURRENCY, each user after the last answer.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = "poisson:8"
-    num_requests: Annotated[
-        int,
-        typer.Option(min=1, help="Requests to send in all.", rich_help_panel=WORKLOAD),
-    ] = 256
+    num_requests: Annotated[int, workload_option(min=1, help="Requests to send in all.")] = 256
     input_len: InputLen = "128"
     output_len: OutputLen = "64"
     ignore_eos: Annotated[
         bool,
-        typer.Option(
+        workload_option(
             "--ignore-eos/--no-ignore-eos",
             help="Ask for answers of exactly this length. Not all servers know this field.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = True
     seed: Seed = 0
     timeout: Annotated[
         float,
-        typer.Option(
+        workload_option(
             metavar="SECONDS",
             help="Seconds for the whole run. Requests that are still open then count as failed.",
             min=0.001,
-            rich_help_panel=WORKLOAD,
         ),
     ] = 600.0
     api_key: ApiKey = None

@@ -8,15 +8,15 @@ from typing import Annotated, Literal
 import typer
 
 from weft.bench.cli.options import (
-    OUTPUT,
-    WORKLOAD,
     Model,
     NoPlot,
     Plot,
     Rank,
     Record,
     Seed,
+    output_option,
     reporting,
+    workload_option,
 )
 from weft.core.errors import ConfigError
 from weft.terminal.options import ADAPTERS, HELP, MODEL, ending_in_one_line
@@ -43,23 +43,15 @@ def kernels(
         typer.Option(help="Hold the base's matrices in 8 or 4 bits.", rich_help_panel=MODEL),
     ] = None,
     batch: Annotated[
-        str,
-        typer.Option(metavar="N,...", help="Rows of the batch.", rich_help_panel=WORKLOAD),
+        str, workload_option(metavar="N,...", help="Rows of the batch.")
     ] = "1,8,32,64,256",
     pattern: Annotated[
         str,
-        typer.Option(
-            metavar="NAME,...",
-            help="Adapters of the rows, as in weft bench decode.",
-            rich_help_panel=WORKLOAD,
-        ),
+        workload_option(metavar="NAME,...", help="Adapters of the rows, as in weft bench decode."),
     ] = "none,identical,uniform,skewed,distinct",
     rank: Rank = 16,
     repeats: Annotated[
-        int,
-        typer.Option(
-            help="Each result is the median of this many.", min=1, rich_help_panel=WORKLOAD
-        ),
+        int, workload_option(help="Each result is the median of this many.", min=1)
     ] = 9,
     seed: Seed = 0,
     plot: Plot = Path("weft-bench-kernels.png"),
@@ -102,16 +94,14 @@ def tune(
     ] = 1,
     rank: Rank = 16,
     repeats: Annotated[
-        int,
-        typer.Option(help="Each time is the median of this many.", min=1, rich_help_panel=WORKLOAD),
+        int, workload_option(help="Each time is the median of this many.", min=1)
     ] = 9,
     output: Annotated[
         Path | None,
-        typer.Option(
+        output_option(
             metavar="FILE.json",
             help="The file to write the table to. Its entries for other shapes are kept."
             " Default: weft/tuned/DEVICE.json in the user's cache folder, where Weft finds it.",
-            rich_help_panel=OUTPUT,
         ),
     ] = None,
 ) -> None:

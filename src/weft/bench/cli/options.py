@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, ParamSpec, Protocol
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-WORKLOAD, OUTPUT = "Workload", "Output"
+workload_option = partial(typer.Option, rich_help_panel="Workload")
+output_option = partial(typer.Option, rich_help_panel="Output")
 SHAPES = (
     "tiny, llama-3.2-1b, llama-3-8b, llama-3-70b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, qwen3.5-9b,"
     " mixtral-8x7b, gemma-3-12b, gemma-4-e4b, gpt-oss-20b"
@@ -35,59 +37,34 @@ Model = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
-Rank = Annotated[
-    int,
-    typer.Option(help="Rank of the adapters.", min=1, max=MAX_RANK, rich_help_panel=WORKLOAD),
-]
-Ranks = Annotated[
-    str,
-    typer.Option(metavar="N,...", help="Ranks of the adapters.", rich_help_panel=WORKLOAD),
-]
+Rank = Annotated[int, workload_option(help="Rank of the adapters.", min=1, max=MAX_RANK)]
+Ranks = Annotated[str, workload_option(metavar="N,...", help="Ranks of the adapters.")]
 Targets = Annotated[
     str | None,
-    typer.Option(
+    workload_option(
         metavar="NAME,...",
         help="The projections that the adapters have, such as q_proj,v_proj. Default: all linear"
         " layers.",
-        rich_help_panel=WORKLOAD,
     ),
 ]
-Seed = Annotated[
-    int,
-    typer.Option(help="The same seed gives the same requests.", min=0, rich_help_panel=WORKLOAD),
-]
+Seed = Annotated[int, workload_option(help="The same seed gives the same requests.", min=0)]
 Repeats = Annotated[
-    int,
-    typer.Option(
-        help="Each result is the median of this many runs.", min=1, rich_help_panel=WORKLOAD
-    ),
+    int, workload_option(help="Each result is the median of this many runs.", min=1)
 ]
 INPUT_LEN = (
     "Tokens of prompts: N, uniform:LOW,HIGH or lognormal:MU,SIGMA,LOW,HIGH (natural logarithm,"
     " clipped)."
 )
-InputLen = Annotated[str, typer.Option(metavar="LENGTHS", help=INPUT_LEN, rich_help_panel=WORKLOAD)]
+InputLen = Annotated[str, workload_option(metavar="LENGTHS", help=INPUT_LEN)]
 OutputLen = Annotated[
-    str,
-    typer.Option(
-        metavar="LENGTHS",
-        help="Tokens of answers, as for --input-len.",
-        rich_help_panel=WORKLOAD,
-    ),
+    str, workload_option(metavar="LENGTHS", help="Tokens of answers, as for --input-len.")
 ]
-Plot = Annotated[
-    Path,
-    typer.Option(metavar="FILE.png", help="The file to write the plot to.", rich_help_panel=OUTPUT),
-]
-NoPlot = Annotated[
-    bool, typer.Option("--no-plot", help="Don't write a plot.", rich_help_panel=OUTPUT)
-]
+Plot = Annotated[Path, output_option(metavar="FILE.png", help="The file to write the plot to.")]
+NoPlot = Annotated[bool, output_option("--no-plot", help="Don't write a plot.")]
 Record = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE.jsonl",
-        help="Also append the line of JSON to this file, with the date.",
-        rich_help_panel=OUTPUT,
+    output_option(
+        metavar="FILE.jsonl", help="Also append the line of JSON to this file, with the date."
     ),
 ]
 

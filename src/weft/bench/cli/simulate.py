@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.bench.cli.options import WORKLOAD, NoPlot, Plot, Ranks, Record, Seed, reporting
+from weft.bench.cli.options import NoPlot, Plot, Ranks, Record, Seed, reporting, workload_option
 from weft.terminal.options import parse_bytes, with_flags
 
 if TYPE_CHECKING:
     from weft.bench.fleet_simulate import FleetPlan
     from weft.bench.simulate import SimulationPlan
 
-FLEET = "Fleet"
+fleet_option = partial(typer.Option, rich_help_panel="Fleet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,62 +25,44 @@ class FleetFlags:
 
     fleet: Annotated[
         int | None,
-        typer.Option(
+        fleet_option(
             metavar="NODES",
             help="Simulate the routing of a fleet with this many nodes, each with the real"
             " scheduler. Default: simulate the adapter memory of one node.",
             min=1,
-            rich_help_panel=FLEET,
         ),
     ] = None
-    seconds: Annotated[
-        float,
-        typer.Option(help="Seconds to simulate.", min=1, max=86_400, rich_help_panel=FLEET),
-    ] = 30.0
-    answer: Annotated[
-        float,
-        typer.Option(help="Mean tokens of an answer.", min=1, max=1e6, rich_help_panel=FLEET),
-    ] = 128.0
-    seats: Annotated[
-        int,
-        typer.Option(help="Requests that run on a node at a time.", min=1, rich_help_panel=FLEET),
-    ] = 64
+    seconds: Annotated[float, fleet_option(help="Seconds to simulate.", min=1, max=86_400)] = 30.0
+    answer: Annotated[float, fleet_option(help="Mean tokens of an answer.", min=1, max=1e6)] = 128.0
+    seats: Annotated[int, fleet_option(help="Requests that run on a node at a time.", min=1)] = 64
     routers: Annotated[
         int | None,
-        typer.Option(
+        fleet_option(
             metavar="N",
             help="Nodes that route, each an equal share of the requests. Default: all.",
             min=1,
-            rich_help_panel=FLEET,
         ),
     ] = None
     reports: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS",
-            help="The time between two reports of a node.",
-            min=0.001,
-            rich_help_panel=FLEET,
-        ),
+        fleet_option(metavar="SECONDS", help="The time between two reports of a node.", min=0.001),
     ] = 0.1
     target: Annotated[
         float | None,
-        typer.Option(
+        fleet_option(
             metavar="PART",
             help="Fill this share of a node's seats before another node gets requests. Default:"
             " all nodes get requests.",
             min=0.05,
             max=1.0,
-            rich_help_panel=FLEET,
         ),
     ] = None
     faults: Annotated[
         float | None,
-        typer.Option(
+        fleet_option(
             metavar="SECONDS",
             help="The mean time between faults: a node dies or hangs, or a link is cut.",
             min=0.1,
-            rich_help_panel=FLEET,
         ),
     ] = None
 
@@ -90,7 +73,7 @@ class SimulateFlags(FleetFlags):
 
     trace: Annotated[
         str | None,
-        typer.Option(
+        workload_option(
             metavar="NAME,...",
             help="zipf:EXPONENT, the first adapters much more often; uniform; bursts, 16 requests"
             " at once of which half ask for one adapter; flood, one tenant of eight sends half of"
@@ -98,65 +81,51 @@ class SimulateFlags(FleetFlags):
             " zipf:1.0,uniform,bursts,flood. Of a fleet: zipf:EXPONENT; uniform; bursts, three"
             " times the rate for 1 s of every 10; day, a wave; ramp, up and down. Default:"
             " zipf:1.0.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = None
     adapters: Annotated[
         str | None,
-        typer.Option(
+        workload_option(
             metavar="N,...",
             help="Numbers of adapters, one replay for each. Default: 64,256,1024,10000. A fleet"
             " takes one number. Default: 2000.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = None
     ranks: Ranks = "16"
     policy: Annotated[
         str | None,
-        typer.Option(
+        workload_option(
             metavar="NAME,...",
             help="The eviction policies to compare; for a fleet, the routing policies. Default:"
             " all.",
-            rich_help_panel=WORKLOAD,
         ),
     ] = None
     adapter_memory: Annotated[
         int,
-        typer.Option(
-            parser=parse_bytes,
-            metavar="BYTES",
-            help="Memory for adapters on the device.",
-            rich_help_panel=WORKLOAD,
+        workload_option(
+            parser=parse_bytes, metavar="BYTES", help="Memory for adapters on the device."
         ),
     ] = "5G"  # type: ignore[assignment]
     adapter_host_memory: Annotated[
         int,
-        typer.Option(
-            parser=parse_bytes,
-            metavar="BYTES",
-            help="Memory for adapters on the host.",
-            rich_help_panel=WORKLOAD,
+        workload_option(
+            parser=parse_bytes, metavar="BYTES", help="Memory for adapters on the host."
         ),
     ] = "32G"  # type: ignore[assignment]
-    num_requests: Annotated[
-        int,
-        typer.Option(help="Requests of each replay.", min=1, rich_help_panel=WORKLOAD),
-    ] = 1000
+    num_requests: Annotated[int, workload_option(help="Requests of each replay.", min=1)] = 1000
     rate: Annotated[
         float | None,
-        typer.Option(
+        workload_option(
             help="Requests that arrive per second. Default: 80. For a fleet: per node, at the"
             " peak. Default: 28.",
             min=0.001,
             max=1e6,
-            rich_help_panel=WORKLOAD,
         ),
     ] = None
     shares: Annotated[
         bool,
-        typer.Option(
-            help="Tenants share seats, as those with keys do, and not only the order of service.",
-            rich_help_panel=WORKLOAD,
+        workload_option(
+            help="Tenants share seats, as those with keys do, and not only the order of service."
         ),
     ] = False
     seed: Seed = 0
