@@ -21,7 +21,7 @@ from weft.bench.engine import (
     shard_of,
     subject,
 )
-from weft.bench.report import COLOURS, INK, Advance, Report, new_figure, new_table, progress
+from weft.bench.report import Advance, Report, new_figure, new_table, plot_bars, progress
 from weft.bench.workload import random_prompts, rng_of
 from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterRef
@@ -201,11 +201,6 @@ def judges_plot(rows: Sequence[JudgesRow], title: str, num_adapters: int) -> Fig
         (panels[0], "one after another", [row.alone_ms for row in rows]),
         (panels[1], f"the last of {num_adapters} at once", [row.together_ms for row in rows]),
     ):
-        bars = axes.barh(names, [statistics.median(each) for each in values], 0.6, color=COLOURS[1])
-        axes.bar_label(bars, fmt="{:,.1f}", padding=5, color=INK, fontsize=10)
+        plot_bars(axes, names, list(map(statistics.median, values)), "ms to the first token")
         axes.set_title(what, loc="left", fontsize=10)
-        axes.set_xlabel("ms to the first token")
-        axes.invert_yaxis()
-        axes.grid(visible=False, axis="y")
-        axes.margins(x=0.15)
     return figure

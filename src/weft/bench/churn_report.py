@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.table import Table
 
-from weft.bench.report import COLOURS, new_figure, new_table
+from weft.bench.report import COLOURS, new_figure, new_table, plot_bars, set_counts
 from weft.core.stats import EngineInfo
 
 if TYPE_CHECKING:
@@ -151,12 +151,7 @@ def churn_plot(
     else:
         labels = [f"{row.run}\n{row.population:,} adapters" for row in rows]
         speeds = [row.output_tokens_per_s for row in rows]
-        bars = panels[0].barh(labels, speeds, 0.6, color=COLOURS[1])
-        panels[0].bar_label(bars, fmt="{:,.0f}", padding=5, fontsize=9)
-        panels[0].invert_yaxis()
-        panels[0].grid(visible=False, axis="y")
-        panels[0].margins(x=0.15)
-        panels[0].set_xlabel("output tokens per second")
+        plot_bars(panels[0], labels, speeds, "output tokens per second", digits=0)
         latencies = rows[1:]
     places = range(len(latencies))
     for p, colour in ((0, COLOURS[2]), (1, COLOURS[4])):
@@ -177,12 +172,9 @@ def throughput_panel(
     series = {"Weft": ours, **others}
     for (name, points), colour in zip(series.items(), COLOURS[1:], strict=False):
         axes.plot(list(points), list(points.values()), "o-", color=colour, lw=1.8, ms=5, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(ours), [str(count) for count in ours])
-    axes.minorticks_off()
+    set_counts(axes, list(ours), "adapters in demand")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("adapters in demand")
     axes.set_ylabel("output tokens per second")
     if others:
         axes.legend(frameon=False, fontsize=9)

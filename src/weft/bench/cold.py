@@ -27,7 +27,7 @@ from weft.bench.engine import (
     subject,
     write_adapters,
 )
-from weft.bench.report import COLOURS, INK, Advance, Report, new_figure, new_table, progress
+from weft.bench.report import COLOURS, Advance, Report, new_figure, new_table, plot_bars, progress
 from weft.bench.workload import random_prompts, rng_of
 from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.config import engine_args
@@ -292,20 +292,13 @@ def delay_table(rows: Sequence[DelayRow]) -> Table:
 
 
 def cold_plot(tiers: Sequence[TierRow], delays: Sequence[DelayRow], title: str) -> Figure:
-    figure, panels = new_figure(title, 2)
-    left, right = panels
+    figure, [left, right] = new_figure(title, 2)
     colours = COLOURS[1 : 1 + len(tiers)]
-    bars = left.barh([_IN_WORDS[t.tier] for t in tiers], [t.ms for t in tiers], 0.6, color=colours)
-    left.bar_label(bars, fmt="{:,.1f}", padding=5, color=INK, fontsize=10)
+    names, times = [_IN_WORDS[tier.tier] for tier in tiers], [tier.ms for tier in tiers]
+    plot_bars(left, names, times, "ms to the first token", colours=colours)
     left.set_title("a lone request, by where its adapter is", loc="left", fontsize=10)
-    left.set_xlabel("ms to the first token")
     words = [row.beside.replace(" for ", "\nfor ").replace(" that ", "\nthat ") for row in delays]
-    bars = right.barh(words, [row.p99_ms for row in delays], 0.6, color=COLOURS[1])
-    right.bar_label(bars, fmt="{:,.2f}", padding=5, color=INK, fontsize=10)
+    delayed = [row.p99_ms for row in delays]
+    plot_bars(right, words, delayed, "ms between tokens, p99", digits=2)
     right.set_title(f"a batch of {BATCH}, by what goes on beside it", loc="left", fontsize=10)
-    right.set_xlabel("ms between tokens, p99")
-    for axes in panels:
-        axes.invert_yaxis()
-        axes.grid(visible=False, axis="y")
-        axes.margins(x=0.15)
     return figure

@@ -19,7 +19,7 @@ from weft.bench.engine import (
     open_engine,
     subject,
 )
-from weft.bench.report import COLOURS, Advance, Report, new_figure, new_table, progress
+from weft.bench.report import COLOURS, Advance, Report, new_figure, new_table, progress, set_counts
 from weft.bench.workload import (
     PATTERNS,
     Pattern,
@@ -33,7 +33,6 @@ from weft.core.errors import ConfigError
 from weft.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from weft.llm import LLM
@@ -240,18 +239,11 @@ def decode_plot(rows: Sequence[DecodeRow], title: str) -> Figure:
     for axes, label in zip(
         panels, ("ms per decode step", "time of a step, none = 1"), strict=False
     ):
-        _batch_axis(axes, sorted({row.batch for row in rows}))
+        set_counts(axes, sorted({row.batch for row in rows}), "requests in the batch")
         axes.set_ylabel(label)
     panels[0].set_ylim(bottom=0)
     panels[0].legend(title="adapters", frameon=False, fontsize=9)
     return figure
-
-
-def _batch_axis(axes: Axes, batches: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(batches, [str(batch) for batch in batches])
-    axes.minorticks_off()
-    axes.set_xlabel("requests in the batch")
 
 
 def _without_adapters(rows: Sequence[DecodeRow]) -> dict[int, float]:

@@ -30,7 +30,7 @@ from weft.bench.bed import (
     timer_of,
 )
 from weft.bench.engine import default_model
-from weft.bench.report import COLOURS, Advance, Report, new_figure, new_table, progress
+from weft.bench.report import COLOURS, Advance, Report, new_figure, new_table, progress, set_counts
 from weft.bench.workload import (
     PATTERNS,
     Pattern,
@@ -383,10 +383,7 @@ def kernel_plot(rows: Sequence[KernelRow], bytes_per_s: float, title: str) -> Fi
             axes.plot(batches, values, "o-", color=colour, label=pattern, lw=1.8, ms=5)
     batches = sorted({row.batch for row in whole})
     for axes, label in zip(panels, ("us per layer", "time, floor = 1"), strict=True):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(batches, [str(batch) for batch in batches])
-        axes.minorticks_off()
-        axes.set_xlabel("rows")
+        set_counts(axes, batches, "rows")
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
     panels[0].legend(title="adapters", frameon=False, fontsize=9)

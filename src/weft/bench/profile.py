@@ -43,7 +43,7 @@ from weft.bench.report import (
     FAINT,
     INK,
     Report,
-    can_be_written,
+    check_writable,
     new_figure,
     new_table,
     progress,
@@ -151,8 +151,7 @@ def run_profile(
     """
     if not on_gpu(options):
         raise ConfigError("weft bench profile needs a GPU: it measures its kernels", "device")
-    if trace is not None and not can_be_written(trace):
-        raise ConfigError(f"--trace {trace} can't be written", "trace")
+    check_writable("trace", trace)
     name = model or default_model(options)
     with preset_folder(name) as folder:
         shard = shard_of(folder, options)

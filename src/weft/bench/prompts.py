@@ -12,7 +12,7 @@ from rich.table import Table
 
 from weft.bench.drive import Driver, Job, driving
 from weft.bench.engine import default_model, device_name, preset_folder
-from weft.bench.report import COLOURS, INK, Advance, Report, new_figure, new_table, progress
+from weft.bench.report import Advance, Report, new_figure, new_table, plot_bars, progress
 from weft.bench.workload import random_prompts, rng_of
 from weft.core.config import engine_args
 from weft.core.errors import ConfigError
@@ -191,10 +191,6 @@ def prompts_table(rows: Sequence[PromptsRow]) -> Table:
 def prompts_plot(rows: Sequence[PromptsRow], title: str) -> Figure:
     figure, [axes] = new_figure(title, 1)
     labels = [f"{row.num_prompts} of {row.num_tokens:,} tokens, {row.kind}" for row in rows]
-    bars = axes.barh(labels, [row.median_ms for row in rows], 0.6, color=COLOURS[1])
-    axes.bar_label(bars, fmt="{:,.1f}", padding=5, color=INK, fontsize=10)
-    axes.set_xlabel("ms until the last prompt has its first token")
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.margins(x=0.15)
+    times = [row.median_ms for row in rows]
+    plot_bars(axes, labels, times, "ms until the last prompt has its first token")
     return figure

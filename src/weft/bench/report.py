@@ -55,10 +55,7 @@ def show(
 ) -> None:
     """Print the table and write the plot unless None. The line of JSON goes to the end of `record`,
     and is printed last unless a person looks at it."""
-    console = Console()
-    is_watched = console.is_terminal
-    if not is_watched:
-        console = Console(width=FILE_WIDTH)
+    console = new_console()
     console.width = _width_without_cuts(console, report.shown)
     console.print(Text(report.title, "bold"))
     console.print(report.shown)
@@ -78,8 +75,14 @@ def show(
     if record is not None:
         with record.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
-    if not is_watched:
+    if not console.is_terminal:
         print(text, flush=True)
+
+
+def new_console() -> Console:
+    """The console for stdout, which has a fixed width where no terminal says how wide it is."""
+    console = Console()
+    return console if console.is_terminal else Console(width=FILE_WIDTH)
 
 
 def _width_without_cuts(console: Console, shown: RenderableType) -> int:
@@ -91,29 +94,22 @@ def _width_without_cuts(console: Console, shown: RenderableType) -> int:
     return console.width
 
 
-def can_be_written(file: Path) -> bool:
-    """Whether the file, or a new one of this name, can be opened for writing."""
+def check_writable(flag: str, file: Path | None) -> None:
+    """Check that the file that `--flag` names, or a new one of this name, can be opened for
+    writing. Raises ConfigError if not."""
+    if file is None:
+        return
     place = file if file.exists() else file.absolute().parent
-    return not file.is_dir() and os.access(place, os.W_OK)
+    if file.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"--{flag} {file} can't be written", flag)
 
 
 def check_plot(plot: Path | None) -> None:
     """Check that the plot can be written, before anything is measured. Raises ConfigError if
     not."""
-    if plot is None:
-        return
-    if not can_be_written(plot):
-        raise ConfigError(f"--plot {plot} can't be written", "plot")
-    if plot.suffix.lower() != ".png":
+    check_writable("plot", plot)
+    if plot is not None and plot.suffix.lower() != ".png":
         raise ConfigError(f"--plot takes the name of a .png file; got {str(plot)!r}", "plot")
-
-
-def check_record(record: Path | None) -> None:
-    """Check that the line of JSON can be appended to `record`. Raises ConfigError if not."""
-    if record is None:
-        return
-    if not can_be_written(record):
-        raise ConfigError(f"--record {record} can't be written", "record")
 
 
 def need(module: str, why: str) -> None:
@@ -180,3 +176,29 @@ def new_figure(title: str, num_panels: int) -> tuple[Figure, Sequence[Axes]]:
         axes.grid(color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
     return figure, panels
+
+
+def plot_bars(
+    axes: Axes,
+    names: Sequence[str],
+    values: Sequence[float],
+    label: str,
+    *,
+    colours: str | Sequence[str] = COLOURS[1],
+    digits: int = 1,
+) -> None:
+    """Draw a horizontal bar for each name, from top to bottom, with its value at the end."""
+    bars = axes.barh(names, values, 0.6, color=colours)
+    axes.bar_label(bars, fmt=f"{{:,.{digits}f}}", padding=5, color=INK, fontsize=10)
+    axes.set_xlabel(label)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.15)
+
+
+def set_counts(axes: Axes, counts: Sequence[int], label: str) -> None:
+    """Make the x axis logarithmic, with a tick for each of the counts."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.set_xlabel(label)

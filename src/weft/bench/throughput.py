@@ -18,7 +18,7 @@ from weft.bench.engine import (
     open_engine,
     subject,
 )
-from weft.bench.report import COLOURS, INK, Advance, Report, new_figure, new_table, progress
+from weft.bench.report import COLOURS, Advance, Report, new_figure, new_table, plot_bars, progress
 from weft.bench.workload import (
     PATTERNS,
     Lengths,
@@ -198,13 +198,9 @@ def throughput_plot(rows: Sequence[ThroughputRow], title: str) -> Figure:
     figure, [axes] = new_figure(title, 1)
     colours = [COLOURS[PATTERNS.index(row.pattern)] for row in rows]
     labels = [f"{row.pattern}\n{_adapters_in_words(row.num_adapters)}" for row in rows]
-    bars = axes.barh(labels, [row.output_tokens_per_s for row in rows], 0.62, color=colours)
-    axes.bar_label(bars, fmt="{:,.0f}", padding=5, color=INK, fontsize=10)
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.margins(x=0.12)
+    speeds = [row.output_tokens_per_s for row in rows]
+    plot_bars(axes, labels, speeds, "output tokens per second", colours=colours, digits=0)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("output tokens per second")
     return figure
 
 

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -25,7 +24,7 @@ from triton.runtime.errors import OutOfResources
 
 from weft.bench.bed import Bed, LayerProduct, Timer, deviation, on_device, timer_of
 from weft.bench.engine import default_model
-from weft.bench.report import FILE_WIDTH, can_be_written, new_table, progress
+from weft.bench.report import check_writable, new_console, new_table, progress
 from weft.bench.workload import adapters_in_batch
 from weft.core.errors import ConfigError
 from weft.kernels import tuned
@@ -116,9 +115,7 @@ def run_tune(
     lora = asdict(blocks)
     tuned.write_table(path, tuned.Table(known.device, linear, lora).over(known))
     tuned.forget()
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
+    console = new_console()
     shape = name if num_gpus == 1 else f"{name} over {num_gpus} GPUs"
     console.print(Text(f"Cuts of kernels: {shape}, rank {rank}, {known.device}", "bold"))
     console.print(_shown(best))
@@ -133,8 +130,7 @@ def _open(path: Path, device: torch.device) -> tuned.Table:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--output {path}: {error.strerror}", "output") from None
-    if not can_be_written(path):
-        raise ConfigError(f"--output {path} can't be written", "output")
+    check_writable("output", path)
     name = tuned.device_name(device)
     known = tuned.read_table(path) if path.exists() else tuned.Table(name)
     if known.device != name:

@@ -103,7 +103,7 @@ def reporting(plot: Path | None, record: Path | None) -> Iterator[Measure]:
     """Checks before anything slow that the files can be written."""
     with ending_in_one_line():
         tell_start("getting ready to measure, which takes some seconds")
-        from weft.bench.report import check_plot, check_record, need, show
+        from weft.bench.report import check_plot, check_writable, need, show
         from weft.terminal.environment import collect
 
         def measure(run: Callable[P, Report], /, *args: P.args, **more: P.kwargs) -> NoReturn:
@@ -116,7 +116,7 @@ def reporting(plot: Path | None, record: Path | None) -> Iterator[Measure]:
             raise typer.Exit(0 if report.ok else 1)
 
         check_plot(plot)
-        check_record(record)
+        check_writable("record", record)
         yield measure
 
 
