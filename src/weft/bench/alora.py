@@ -12,20 +12,17 @@ from rich.table import Table
 from weft.bench.drive import Driver, Job, driving
 from weft.bench.engine import (
     AdapterShape,
+    RandomAdapters,
     default_model,
     describe,
     device_name,
-    image_bytes,
-    noise_images,
     preset_folder,
-    shard_of,
     subject,
 )
 from weft.bench.report import Advance, Report, new_figure, new_table, plot_bars, progress
 from weft.bench.workload import random_prompts, rng_of
 from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterRef
-from weft.core.config import engine_args
 from weft.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,12 +77,11 @@ def run_alora(
     """Open an engine and measure it; `model` None: `default_model`. Raises ConfigError."""
     name = model or default_model(options)
     with preset_folder(name) as folder:
-        shard = shard_of(folder, options)
-        targets = shape.of(shard.whole)
+        adapters = RandomAdapters(folder, shape, options)
         num_images = 2 * plan.adapters
-        memory = num_images * image_bytes(shard, targets, shape.rank, options)
+        memory = num_images * adapters.num_bytes(shape.rank)
         settings = {**options, "enable_prefix_caching": True, "adapter_memory": memory}
-        with driving(engine_args(folder, **settings, adapter_cache_dir="none")) as driver:
+        with driving(folder, **settings, adapter_cache_dir="none") as driver:
             info = driver.engine.info
             needed = plan.conversation + INVOCATION + ANSWER
             if needed > info.max_model_len:
@@ -94,7 +90,7 @@ def run_alora(
                     f" more than the context of {info.max_model_len}",
                     "conversation",
                 )
-            images = noise_images(shard, targets, [shape.rank] * num_images, driver.engine)
+            images = adapters.images([shape.rank] * num_images, driver.engine)
             bench = _AloraRuns(driver, plan)
             for index, image in enumerate(images):
                 activated = index < plan.adapters

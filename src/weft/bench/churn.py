@@ -23,14 +23,11 @@ from weft.bench.churn_report import (
 from weft.bench.drive import Driver, Job, Timed, driving
 from weft.bench.engine import (
     AdapterShape,
+    RandomAdapters,
     default_model,
     describe,
     device_name,
-    image_bytes,
-    noise_images,
     preset_folder,
-    shard_of,
-    write_adapters,
 )
 from weft.bench.report import (
     Advance,
@@ -40,9 +37,7 @@ from weft.bench.report import (
 )
 from weft.bench.workload import Choice, Lengths, check_lengths, random_prompts, rng_of
 from weft.core.adapters import AdapterRef
-from weft.core.config import engine_args
 from weft.core.stats import EngineInfo
-from weft.core.targets import Target
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 32, 8
 
@@ -80,24 +75,23 @@ def run_churn(model: str | None, plan: ChurnPlan, options: Mapping[str, object])
     """Open an engine and measure it; `model` None: `default_model`. Raises ConfigError."""
     name = model or default_model(options)
     with preset_folder(name) as folder:
-        shard = shard_of(folder, options)
-        targets = AdapterShape(plan.ranks[0], plan.targets).of(shard.whole)
+        shape = AdapterShape(max(plan.ranks), plan.targets)
+        adapters = RandomAdapters(folder, shape, options)
         ranks = [plan.rank_of(k) for k in range(max(*plan.populations, plan.resident))]
-        sizes = {r: image_bytes(shard, targets, r, options) for r in plan.ranks}
-        all_bytes = sum(sizes[r] for r in ranks)
-        mean_bytes = all_bytes // len(ranks)
+        bytes_by_rank = {rank: adapters.num_bytes(rank) for rank in plan.ranks}
+        sizes = [bytes_by_rank[rank] for rank in ranks]
+        mean_bytes = sum(sizes) // len(ranks)
         settings = _settings(plan, options, mean_bytes)
-        roomy = {**settings, "adapter_memory": all_bytes}
+        roomy = {**settings, "adapter_memory": sum(sizes)}
         expected: list[list[list[int]]] | None = None
         if plan.verify:
-            with _opened(folder, roomy, plan, targets, ranks) as (driver, refs):
-                bench = _ChurnRuns(driver, plan, refs, [sizes[r] for r in ranks])
+            with _opened(folder, roomy, plan, adapters, ranks) as (driver, refs):
+                bench = _ChurnRuns(driver, plan, refs, sizes)
                 expected = [bench.tokens(population) for population in plan.populations]
-        with _opened(folder, settings, plan, targets, ranks) as (driver, refs):
-            rows = _ChurnRuns(driver, plan, refs, [sizes[r] for r in ranks], expected).measure()
+        with _opened(folder, settings, plan, adapters, ranks) as (driver, refs):
+            rows = _ChurnRuns(driver, plan, refs, sizes, expected).measure()
             info = driver.engine.info
     title = f"Adapters that come and go: {name}, {info.dtype}, {_memory(plan, info)}"
-    shape = AdapterShape(max(plan.ranks), plan.targets)
     return Report(
         benchmark="churn",
         title=title,
@@ -131,26 +125,21 @@ def _opened(
     folder: str,
     settings: Mapping[str, object],
     plan: ChurnPlan,
-    targets: Sequence[Target],
+    adapters: RandomAdapters,
     ranks: Sequence[int],
 ) -> Iterator[tuple[Driver, list[AdapterRef]]]:
     """An engine, and an adapter of each of `ranks`."""
     with (
         tempfile.TemporaryDirectory(prefix="weft-bench-") as place,
-        driving(engine_args(folder, **settings, adapter_cache_dir=place)) as driver,
+        driving(folder, **settings, adapter_cache_dir=place) as driver,
         progress("Adapters", len(ranks)) as advance,
     ):
         refs: list[AdapterRef] = []
-        info = driver.engine.info
         if plan.on_disk:
-            found = (
-                driver.register(str(p))
-                for p in write_adapters(Path(place), targets, ranks, info.dtype)
-            )
+            paths = adapters.write(Path(place), ranks, driver.engine.info.dtype)
+            found = (driver.register(str(path)) for path in paths)
         else:
-            shard = shard_of(folder, settings)
-            images = noise_images(shard, targets, ranks, driver.engine)
-            found = (driver.publish(image) for image in images)
+            found = (driver.publish(image) for image in adapters.images(ranks, driver.engine))
         for ref in found:
             refs.append(ref)
             advance()

@@ -18,19 +18,16 @@ from rich.table import Table
 from weft.bench.drive import BENCH, Driver, Job, Timed, driving
 from weft.bench.engine import (
     AdapterShape,
+    RandomAdapters,
     default_model,
     describe,
     device_name,
-    image_bytes,
     preset_folder,
-    shard_of,
     subject,
-    write_adapters,
 )
 from weft.bench.report import COLOURS, Advance, Report, new_figure, new_table, plot_bars, progress
 from weft.bench.workload import random_prompts, rng_of
 from weft.core.adapters import AdapterRef, AdapterSource
-from weft.core.config import engine_args
 from weft.core.errors import ConfigError
 from weft.core.messages import Hold
 from weft.worker.images import SUFFIX
@@ -100,20 +97,19 @@ def run_cold(
     """Open an engine and measure it; `model` None: `default_model`. Raises ConfigError."""
     name = model or default_model(options)
     with preset_folder(name) as folder, tempfile.TemporaryDirectory(prefix="weft-bench-") as place:
-        shard = shard_of(folder, options)
-        targets = shape.of(shard.whole)
-        size = image_bytes(shard, targets, shape.rank, options)
+        adapters = RandomAdapters(folder, shape, options)
+        size = adapters.num_bytes(shape.rank)
         settings = {
             **options,
             "enable_prefix_caching": False,
             "adapter_memory": NUM_RESIDENT * size,
-            "adapter_host_memory": NUM_ON_HOST * size * shard.size,
+            "adapter_host_memory": NUM_ON_HOST * size * adapters.num_parts,
         }
         images = Path(place) / "images"
-        with driving(engine_args(folder, **settings, adapter_cache_dir=str(images))) as driver:
+        with driving(folder, **settings, adapter_cache_dir=str(images)) as driver:
             info = driver.engine.info
             ranks = [shape.rank] * (NUM_REGISTERED + NUM_NEW)
-            paths = list(write_adapters(Path(place), targets, ranks, info.dtype))
+            paths = list(adapters.write(Path(place), ranks, info.dtype))
             bench = _ColdRuns(driver, plan, paths, images)
             with progress("Runs", bench.num_runs) as advance:
                 tiers, delays = bench.tiers(advance), bench.delays(advance)

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 
 from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterRef, AdapterSource
-from weft.core.config import EngineArgs
+from weft.core.config import engine_args
 from weft.core.errors import from_wire
 from weft.core.messages import Hold, Reply, Report, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
@@ -166,10 +166,10 @@ class Driver:
 
 
 @contextmanager
-def driving(args: EngineArgs) -> Iterator[Driver]:
+def driving(model: str, **options: object) -> Iterator[Driver]:
     """An engine that is closed at the end, as if the process were its own. Raises ConfigError."""
     wakeups: SimpleQueue[None] = SimpleQueue()
-    engine = build_engine(args, wake=lambda: wakeups.put(None))
+    engine = build_engine(engine_args(model, **options), wake=lambda: wakeups.put(None))
     interval = sys.getswitchinterval()
     settle_process()
     try:

@@ -19,9 +19,8 @@ from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterInfo
 from weft.core.errors import ConfigError
 from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
-from weft.core.shards import Shard
 from weft.core.stats import EngineInfo
-from weft.core.targets import ALIGN, Target, TargetTable, layout_of
+from weft.core.targets import ALIGN, ImageLayout, Target, TargetTable, layout_of
 from weft.engine.engine import Engine
 from weft.llm import LLM
 from weft.models.blueprint import model_shard
@@ -67,15 +66,14 @@ def open_engine(
     The memory for adapters holds all of them, unless `options` say otherwise. Raises ConfigError.
     """
     with preset_folder(model) as folder:
-        shard = shard_of(folder, options)
-        targets = shape.of(shard.whole)
-        needed = max(num_adapters, 1) * image_bytes(shard, targets, shape.rank, options)
+        adapters = RandomAdapters(folder, shape, options)
+        needed = max(num_adapters, 1) * adapters.num_bytes(shape.rank)
         sized = {name: value for name, value in options.items() if value is not None}
         sized.setdefault("adapter_memory", needed)
         llm = _BenchLLM(folder, None, skip_tokenizer_init=True, **sized)
         with llm:
             with progress("Adapters", num_adapters) as advance:
-                images = noise_images(shard, targets, [shape.rank] * num_adapters, llm.engine)
+                images = adapters.images([shape.rank] * num_adapters, llm.engine)
                 for index, image in enumerate(images):
                     llm.publish_image(adapter_name(index), image)
                     advance()
@@ -127,18 +125,6 @@ def on_gpu(options: Mapping[str, object]) -> bool:
     return options.get("device") != "cpu" and torch.cuda.is_available()
 
 
-def shard_of(folder: str, options: Mapping[str, object]) -> Shard:
-    """What the first of the ranks has that an engine with these options would have."""
-    config = load_model_config(folder, _text(options.get("revision")))
-    size = options.get("tensor_parallel_size")
-    return model_shard(
-        config,
-        0,
-        size if isinstance(size, int) else 1,
-        fully_sharded_loras=bool(options.get("fully_sharded_loras")),
-    )
-
-
 @contextmanager
 def preset_folder(model: str) -> Iterator[str]:
     """The folder or hub id of a model. A preset's configuration is written to a folder that exists
@@ -158,67 +144,72 @@ def _item_bytes(dtype: object, on_gpu: bool) -> int:
     return 4 if wide else 2
 
 
-def image_bytes(
-    shard: Shard, targets: Sequence[Target], rank: int, options: Mapping[str, object]
-) -> int:
-    """The bytes that one adapter takes on a device."""
-    layout = layout_of(shard.own, _ranks(shard.own, targets, rank))
-    return layout.num_elements * _item_bytes(options.get("dtype"), on_gpu(options))
+class RandomAdapters:
+    """Makes adapters with random weights for the model of an engine that has these options."""
+
+    def __init__(self, folder: str, shape: AdapterShape, options: Mapping[str, object]) -> None:
+        """Raises ConfigError for a projection that the model lacks."""
+        revision, num_ranks = options.get("revision"), options.get("tensor_parallel_size")
+        self._shard = model_shard(
+            load_model_config(folder, revision if isinstance(revision, str) else None),
+            0,
+            num_ranks if isinstance(num_ranks, int) else 1,
+            fully_sharded_loras=bool(options.get("fully_sharded_loras")),
+        )
+        self.num_parts = self._shard.size
+        """How many GPUs share each adapter."""
+        self._targets = shape.of(self._shard.whole)
+        self._item_bytes = _item_bytes(options.get("dtype"), on_gpu(options))
+
+    def num_bytes(self, rank: int) -> int:
+        """The bytes that one adapter takes on a device."""
+        return self._layout(rank).num_elements * self._item_bytes
+
+    def images(self, ranks: Sequence[int], engine: Engine) -> Iterator[AdapterImage]:
+        """One adapter of each of `ranks`, all of them different.
+
+        They are windows of one buffer in the host's memory, each begun a little later, so that
+        thousands of them take the memory of one, and take no time to make. A digest stands for
+        where the window is.
+        """
+        if not ranks:
+            return
+        layouts = {rank: self._layout(rank) for rank in set(ranks)}
+        largest = max(layouts.values(), key=lambda layout: layout.num_elements)
+        size = self.num_parts * largest.num_elements + ALIGN * len(ranks)
+        noise = _noise(size, engine.info.dtype)
+        names = tuple(dict.fromkeys(t.suffix for t in self._targets))
+        noise = engine.stay_on_host(AdapterImage("noise", largest, noise, names)).data
+        for index, rank in enumerate(ranks):
+            window = noise[index * ALIGN :][: self.num_parts * layouts[rank].num_elements]
+            digest = hashlib.sha256(f"noise {index} {rank}".encode()).hexdigest()
+            yield AdapterImage(digest, layouts[rank], window, names)
+
+    def write(self, folder: Path, ranks: Sequence[int], dtype: str) -> Iterator[Path]:
+        """Write one folder per rank with a random adapter, as PEFT writes them. All of them
+        differ: each is a window of one buffer of noise, begun one element later. To draw as many
+        normal numbers for each would take longer than the measurement."""
+        num_columns = sum(t.in_features + t.out_features for t in self._targets)
+        noise = _noise(max(ranks, default=0) * num_columns + len(ranks), dtype)
+        names = sorted({t.suffix for t in self._targets})
+        for index, rank in enumerate(ranks):
+            path = folder / adapter_name(index)
+            path.mkdir()
+            config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": names}
+            (path / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
+            save_file(_tensors(noise[index:], self._targets, rank), path / WEIGHTS_FILE)
+            yield path
+
+    def _layout(self, rank: int) -> ImageLayout:
+        adapted = {t.slice for t in self._targets}
+        table = self._shard.own
+        return layout_of(table, tuple(rank if t.slice in adapted else 0 for t in table.targets))
 
 
-def noise_images(
-    shard: Shard, targets: Sequence[Target], ranks: Sequence[int], engine: Engine
-) -> Iterator[AdapterImage]:
-    """One adapter of each of `ranks`, all of them different, for an engine of that shape.
-
-    They are windows of one buffer in the host's memory, each begun a little later, so that
-    thousands of them take the memory of one, and take no time to make. A digest stands for where
-    the window is.
-    """
-    if not ranks:
-        return
-    own = shard.own
-    layouts = {rank: layout_of(own, _ranks(own, targets, rank)) for rank in set(ranks)}
-    largest = max(layouts.values(), key=lambda layout: layout.num_elements)
-    size = shard.size * largest.num_elements + ALIGN * len(ranks)
+def _noise(size: int, dtype: str) -> torch.Tensor:
     noise = torch.empty(size, dtype=torch.float32)
     noise = noise.normal_(std=ADAPTER_STD, generator=torch.Generator().manual_seed(0))
-    noise = noise.to(getattr(torch, engine.info.dtype))
-    names = tuple(dict.fromkeys(t.suffix for t in targets))
-    noise = engine.stay_on_host(AdapterImage("noise", largest, noise, names)).data
-    for index, rank in enumerate(ranks):
-        window = noise[index * ALIGN :][: shard.size * layouts[rank].num_elements]
-        digest = hashlib.sha256(f"noise {index} {rank}".encode()).hexdigest()
-        yield AdapterImage(digest, layouts[rank], window, names)
-
-
-def write_adapters(
-    folder: Path, targets: Sequence[Target], ranks: Sequence[int], dtype: str
-) -> Iterator[Path]:
-    """Write one folder per rank with a random adapter, as PEFT writes them. All of them differ."""
-    noise = _noise(targets, max(ranks), len(ranks), getattr(torch, dtype))
-    for index, rank in enumerate(ranks):
-        path = folder / adapter_name(index)
-        path.mkdir()
-        config = json.dumps(_peft_config(targets, AdapterShape(rank)))
-        (path / CONFIG_FILE).write_text(config, encoding="utf-8")
-        save_file(_tensors(noise[index:], targets, rank), path / WEIGHTS_FILE)
-        yield path
-
-
-def _ranks(table: TargetTable, targets: Sequence[Target], rank: int) -> tuple[int, ...]:
-    adapted = {t.slice for t in targets}
-    return tuple(rank if t.slice in adapted else 0 for t in table.targets)
-
-
-def _noise(
-    targets: Sequence[Target], max_rank: int, count: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """A buffer of noise of which `count` adapters are windows, each begun one element later. To
-    draw as many normal numbers for each would take longer than the measurement."""
-    size = sum(max_rank * (t.in_features + t.out_features) for t in targets)
-    noise = torch.empty(size + count, dtype=torch.float32)
-    return noise.normal_(std=ADAPTER_STD, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return noise.to(getattr(torch, dtype))
 
 
 def _tensors(noise: torch.Tensor, targets: Sequence[Target], rank: int) -> dict[str, torch.Tensor]:
@@ -234,16 +225,3 @@ def _tensors(noise: torch.Tensor, targets: Sequence[Target], rank: int) -> dict[
             tensors[name] = noise[offset:end].view(shape)
             offset = end
     return tensors
-
-
-def _peft_config(targets: Sequence[Target], shape: AdapterShape) -> dict[str, object]:
-    return {
-        "peft_type": "LORA",
-        "r": shape.rank,
-        "lora_alpha": shape.rank,
-        "target_modules": sorted({t.suffix for t in targets}),
-    }
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)

@@ -31,11 +31,10 @@ def _start(order: dict[str, object]) -> dict[str, object]:
     options = dict(order["options"])  # type: ignore[call-overload]
     spawn_ahead(options.get("tensor_parallel_size") or 1)  # as an engine's process does
     from weft.bench.drive import Job, driving
-    from weft.core.config import engine_args
     from weft.core.stages import Stages
 
     seconds = {"imports": time.time() - float(str(order["began"]))}
-    with driving(engine_args(str(order["model"]), **options)) as driver:
+    with driving(str(order["model"]), **options) as driver:
         stages = Stages()
         adapter = driver.register(str(order["adapter"]))
         stages.end("adapter")

@@ -28,14 +28,12 @@ from weft.bench.decode import PROMPT_TOKENS, limits_of
 from weft.bench.drive import Driver, Job, driving
 from weft.bench.engine import (
     AdapterShape,
+    RandomAdapters,
     default_model,
     describe,
     device_name,
-    image_bytes,
-    noise_images,
     on_gpu,
     preset_folder,
-    shard_of,
     subject,
 )
 from weft.bench.report import (
@@ -58,7 +56,6 @@ from weft.bench.workload import (
     rng_of,
 )
 from weft.core.adapters import AdapterRef
-from weft.core.config import engine_args
 from weft.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -154,11 +151,9 @@ def run_profile(
     check_writable("trace", trace)
     name = model or default_model(options)
     with preset_folder(name) as folder:
-        shard = shard_of(folder, options)
-        targets = shape.of(shard.whole)
-        size = image_bytes(shard, targets, shape.rank, options)
+        adapters = RandomAdapters(folder, shape, options)
         settings: dict[str, Any] = {
-            "adapter_memory": max(plan.num_adapters, 1) * size,
+            "adapter_memory": max(plan.num_adapters, 1) * adapters.num_bytes(shape.rank),
             **{key: value for key, value in options.items() if value is not None},
             **limits_of(plan.batch, plan.num_adapters),
             "adapter_cache_dir": "none",
@@ -166,15 +161,15 @@ def run_profile(
         with _profiler():  # before graphs are captured, or it would not see into them
             torch.zeros(1, device="cuda")
         with (
-            driving(engine_args(folder, **settings)) as driver,
+            driving(folder, **settings) as driver,
             progress("Patterns", len(plan.patterns)) as advance,
         ):
             info = driver.engine.info
-            images = noise_images(shard, targets, [shape.rank] * plan.num_adapters, driver.engine)
-            adapters = [driver.publish(image) for image in images]
+            images = adapters.images([shape.rank] * plan.num_adapters, driver.engine)
+            refs = [driver.publish(image) for image in images]
             rows: list[ProfileRow] = []
             for pattern in plan.patterns:
-                rows.append(_measure(driver, plan, pattern, adapters, trace))
+                rows.append(_measure(driver, plan, pattern, refs, trace))
                 advance()
     rows = with_lora_part(rows)
     title = f"Kernels of decode steps of {plan.batch}: {subject(name, info, shape)}"

@@ -14,7 +14,6 @@ from weft.bench.drive import Driver, Job, driving
 from weft.bench.engine import default_model, device_name, preset_folder
 from weft.bench.report import Advance, Report, new_figure, new_table, plot_bars, progress
 from weft.bench.workload import random_prompts, rng_of
-from weft.core.config import engine_args
 from weft.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def run_prompts(model: str | None, plan: PromptsPlan, options: Mapping[str, obje
     }
     with (
         preset_folder(name) as folder,
-        driving(engine_args(folder, **settings, adapter_cache_dir="none")) as driver,
+        driving(folder, **settings, adapter_cache_dir="none") as driver,
     ):
         info = driver.engine.info
         for field in ("tokens", "prefix", "chunk"):

@@ -22,12 +22,11 @@ from rich.table import Table
 from weft.bench.client import Endpoint, LoadClient
 from weft.bench.engine import (
     AdapterShape,
+    RandomAdapters,
     adapter_name,
     default_model,
     on_gpu,
     preset_folder,
-    shard_of,
-    write_adapters,
 )
 from weft.bench.report import Report, new_figure, new_table, progress
 from weft.bench.serve import LoadPlan, run_load, summarize
@@ -110,10 +109,9 @@ def run_ready(
     name = model or default_model(options)
     with preset_folder(name) as folder, tempfile.TemporaryDirectory(prefix="weft-bench-") as place:
         write_tokenizer(Path(folder))
-        targets = shape.of(shard_of(folder, options).whole)
         ranks = [shape.rank] * plan.num_adapters
         dtype = "bfloat16" if on_gpu(options) else "float32"
-        adapters = list(write_adapters(Path(place), targets, ranks, dtype)) if ranks else []
+        adapters = list(RandomAdapters(folder, shape, options).write(Path(place), ranks, dtype))
         runs: list[ServedRun] = []
         with progress("Servers", len(RUNS)) as advance:
             for run in RUNS:

@@ -18,13 +18,12 @@ from rich.table import Table
 
 from weft.bench.engine import (
     AdapterShape,
+    RandomAdapters,
     default_model,
     describe,
     device_name,
     preset_folder,
-    shard_of,
     subject,
-    write_adapters,
 )
 from weft.bench.report import COLOURS, Report, new_figure, new_table, progress
 from weft.core.errors import WeftError, from_wire
@@ -56,8 +55,8 @@ def run_startup(model: str | None, shape: AdapterShape, options: Mapping[str, ob
     name = model or default_model(options)
     starts: list[Start] = []
     with preset_folder(name) as folder, tempfile.TemporaryDirectory(prefix="weft-bench-") as place:
-        targets = shape.of(shard_of(folder, options).whole)
-        [adapter] = write_adapters(Path(place), targets, [shape.rank], "bfloat16")
+        adapters = RandomAdapters(folder, shape, options)
+        [adapter] = adapters.write(Path(place), [shape.rank], "bfloat16")
         settings = {k: v for k, v in options.items() if v is not None}
         settings["adapter_cache_dir"] = "none"
         order = {"model": folder, "adapter": str(adapter), "options": settings}
