@@ -32,7 +32,8 @@ from toy_tokenizers import byte_level
 from weft.cli import connections
 from weft.cli.connections import SPARE, ConnectionLimits, Places, connection_limits
 from weft.cli.front import BESIDE, served_beside
-from weft.fleet.sockets import SocketFolder
+from weft.core.locked_folder import LockedFolder
+from weft.fleet.process import SOCKETS
 
 BODY = json.dumps({"model": "base", "prompt": "abc"}).encode()
 HEAD = f"POST {COMPLETE} HTTP/1.1\r\nhost: x\r\n".encode()
@@ -379,8 +380,8 @@ def _dies_with_its_parent(tmp_path: Path) -> None:
         parent.kill()
     until(lambda: not command_of(pid), "it is an orphan")
     assert Path(path).exists()
-    mine = SocketFolder()
-    other = SocketFolder()
+    mine = LockedFolder(SOCKETS)
+    other = LockedFolder(SOCKETS)
     assert not Path(path).exists() and mine.path.exists()
     for each in (mine, other):
         each.remove()

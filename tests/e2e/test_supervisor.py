@@ -98,8 +98,7 @@ class Fake:
         return not self._dead.is_set()
 
     def die(self) -> None:
-        self.world.error = EngineDead("the fake is dead")
-        self.world.error.killed = self.world.killed
+        self.world.error = EngineDead("the fake is dead", killed=self.world.killed)
         self._dead.set()
 
     def died(self, error: WeftError) -> None:

@@ -277,6 +277,4 @@ class LossyFleet:
 
     def lose(self, name: str, message: str, killed: bool) -> None:
         """A node's link is lost."""
-        error = EngineDead(message)
-        error.killed = killed
-        self.links[name].lose(error)
+        self.links[name].lose(EngineDead(message, killed=killed))

@@ -168,8 +168,12 @@ class RequestTimeout(WeftError):
 class EngineDead(WeftError):
     status = 503
     kind = "engine_dead"
-    killed = False
-    """Whether its process was killed from outside, for which no request is to blame."""
+
+    def __init__(self, message: str, param: str | None = None, *, killed: bool = False) -> None:
+        """`killed`: whether no request is to blame, such as when its process was killed from
+        outside."""
+        super().__init__(message, param)
+        self.killed = killed
 
 
 class RegistryUnavailable(WeftError):

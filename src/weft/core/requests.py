@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from weft.core.adapters import AdapterPart, AdapterRef
+from weft.core.errors import WeftError, to_wire
 from weft.core.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -93,6 +94,11 @@ class TokenEvent(NamedTuple):
     vector: bytes | None = None
     """With the only event of a request that has `pooling`: the pooled hidden states after the
     model's last norm, as little-endian float32."""
+
+
+def error_event(request_id: str, error: WeftError) -> TokenEvent:
+    """The last event of a request that fails."""
+    return TokenEvent(request_id, [], finish_reason="error", error=to_wire(error))
 
 
 def each_token(event: TokenEvent) -> list[TokenEvent]:

@@ -36,7 +36,7 @@ from weft.core.errors import (
     RegistryUnavailable,
     RequestRefused,
 )
-from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.requests import EngineRequest, TokenEvent, error_event
 from weft.core.stats import EngineInfo, EngineStats, FleetFigures
 from weft.core.tenants import Tenant
 from weft.fleet.live import (
@@ -47,7 +47,6 @@ from weft.fleet.live import (
     add_to_output,
     described,
     digests_of,
-    failed,
     holders_of,
     kind_of,
     passed_on,
@@ -167,8 +166,7 @@ class FleetClient:
 
     def _give_up(self, node: Node) -> None:
         """Treat a node as lost: all its requests continue on other nodes."""
-        error = EngineDead(f"node {node.name} gives no sign of life")
-        error.killed = True  # no request is to blame
+        error = EngineDead(f"node {node.name} gives no sign of life", killed=True)
         for live in list(self._live.values()):
             if live.node is node and live.moving is None and live.attempt is not None:
                 node.leave(live.attempt.request_id, error)
@@ -232,7 +230,7 @@ class FleetClient:
                         yield last
                         return
                 except (AdapterError, RegistryUnavailable) as error:  # no node has its adapter
-                    yield failed(request, error)
+                    yield error_event(request.request_id, error)
                     return
                 finally:
                     self._depart(live, ended)
@@ -284,7 +282,7 @@ class FleetClient:
         if live.deaths < MAX_DEATHS:
             return None
         message = "engines of several nodes died while they computed this request"
-        return failed(live.request, RequestRefused(message, "prompt"))
+        return error_event(live.request.request_id, RequestRefused(message, "prompt"))
 
     async def _place(self, live: Live) -> tuple[Node, EngineRequest]:
         """Choose a node for a request, and load its adapter there. Returns what to send the node.

@@ -35,7 +35,7 @@ from weft.core.messages import (
     SubmitAgain,
     Tokens,
 )
-from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.requests import EngineRequest, TokenEvent, error_event
 from weft.fleet.curve import DOMAIN, FleetKey
 from weft.fleet.lender import ContentLender
 from weft.fleet.reports import REPORT_S, ReportUpdate
@@ -273,7 +273,7 @@ class NodeListener:
         if isinstance(item, WeftError):
             if isinstance(item, EngineDead):  # `gone` tells of it
                 return
-            item = TokenEvent(request_id, [], finish_reason="error", error=to_wire(item))
+            item = error_event(request_id, item)
         if item.finish_reason is not None:
             session.requests.discard(request_id)
         session.events.append(item)

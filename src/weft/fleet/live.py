@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from weft.core.adapters import AdapterInfo
-from weft.core.errors import EngineDead, WeftError, to_wire
+from weft.core.errors import EngineDead
 from weft.core.load import adapter_key
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo
@@ -206,10 +206,6 @@ def described(node: Node, own: bool, num_live: int) -> dict[str, object]:
     }
 
 
-def failed(request: EngineRequest, error: WeftError) -> TokenEvent:
-    return TokenEvent(request.request_id, [], finish_reason="error", error=to_wire(error))
-
-
 def routed_request(
     live: Live, attempt: str, adapter_info: AdapterInfo | None, block_size: int
 ) -> RoutedRequest:
@@ -252,9 +248,7 @@ def add_to_output(live: Live, event: TokenEvent) -> None:
     right after it: the request then goes on, from what it has, as if its node were lost."""
     num_tokens = len(live.request.prompt_ids) + len(live.output) + len(event.token_ids)
     if event.token_ids and event.num_tokens != num_tokens:
-        error = EngineDead("tokens are missing, or came twice")
-        error.killed = True  # the request is not to blame
-        raise error
+        raise EngineDead("tokens are missing, or came twice", killed=True)
     live.output += event.token_ids
 
 

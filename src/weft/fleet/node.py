@@ -55,18 +55,11 @@ class Node(Protocol):
 
     async def set_tenants(self, tenants: Sequence[Tenant]) -> None: ...
 
-    async def stats(self) -> EngineStats: ...
-
     def drain(self, draining: bool) -> None:
         """See `weft.fleet.wire.Drain`."""
 
     def rest(self, idle: bool) -> None:
         """See `weft.fleet.wire.Rest`."""
-
-    def tick(self) -> None:
-        """Called each REPORT_S."""
-
-    async def close(self) -> None: ...
 
 
 class OwnNode:
@@ -157,7 +150,7 @@ class OwnNode:
             self._tell()
 
     def tick(self) -> None:
-        """See whether the engine still reports."""
+        """See whether the engine still reports. Called each REPORT_S."""
         if self._patience.tick():
             self.on_report(self, None)
 
@@ -206,12 +199,8 @@ class RemoteNode:
         self.hold = client.hold
         self.release = client.release
         self.set_tenants = client.set_tenants
-        self.stats = client.stats
         self.drain = link.drain
         self.rest = link.rest
-        self.tick = link.tick
-        self.close = client.close
-        self.ended = client.ended
 
     @property
     def name(self) -> str:

@@ -22,11 +22,11 @@ import zmq.asyncio
 from weft.core.config import EngineArgs
 from weft.core.duty import going_on
 from weft.core.errors import EngineDead
+from weft.core.locked_folder import LockedFolder
 from weft.core.messages import Command, Pulse, Report, Started, Stop, Submit, SubmitAgain
 from weft.core.processes import die_with_parent
 from weft.fleet.client import LinkClient
 from weft.fleet.sent import ReceivedRequests, SentRequests
-from weft.fleet.sockets import SocketFolder
 from weft.fleet.wire import COMMANDS, ORDERS, REPORTS, EngineOrder
 from weft.metrics.logs import configure_logging, configured_logging
 from weft.worker.spawn import spawn_ahead
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
+SOCKETS = "weft-link-"
+"""How the name of the folder begins that has the sockets of a link."""
 FLUSH_MS = 1000
 """How long an engine's process waits at its end for its last reports to be sent."""
 DRAIN_S = 0.005
@@ -56,8 +58,9 @@ class _Spawned:
     """An engine's process, which imports torch before it is told what to run."""
 
     def __init__(self, tensor_parallel_size: int) -> None:
-        self.folder = SocketFolder()
-        self.down, self.up = (self.folder.address(name) for name in ("commands", "reports"))
+        self.folder = LockedFolder(SOCKETS)
+        folder = f"ipc://{self.folder.path}"
+        self.down, self.up = f"{folder}/commands", f"{folder}/reports"
         self.process = multiprocessing.get_context("spawn").Process(
             target=_main,
             args=(self.down, self.up, tensor_parallel_size),
@@ -135,9 +138,8 @@ class ProcessLink:
 
     def _report_death(self) -> None:
         code = self._process.exitcode
-        error = EngineDead(f"the engine process ended with exit code {code}")
-        error.killed = code == -signal.SIGKILL
-        self._client.died(error)
+        message = f"the engine process ended with exit code {code}"
+        self._client.died(EngineDead(message, killed=code == -signal.SIGKILL))
 
     def _close(self) -> None:
         atexit.unregister(self._process.kill)

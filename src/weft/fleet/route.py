@@ -31,14 +31,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weft.core.errors import ConfigError
-from weft.fleet.keys import NUM_CODES, RUNNING, hash_of
+from weft.fleet.keys import NUM_CODES, RUNNING, Floats, hash_of
 from weft.fleet.told import ROWS_S, Told
 from weft.fleet.view import TRANSIT_S, FleetView, RoutedRequest
-
-Floats = NDArray[np.float64]
 
 SATURATED_S = 1.0
 """Beyond this wait at the best node, requests go by their adapter's order."""

@@ -22,7 +22,7 @@ from weft.core.config import EngineArgs
 from weft.core.duty import going_on
 from weft.core.errors import AdapterUnavailable, EngineDead, RequestRefused, WeftError, to_wire
 from weft.core.load import EngineLoad
-from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.requests import EngineRequest, TokenEvent, error_event
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Tenant
 from weft.fleet.client import LinkClient, Put
@@ -320,4 +320,4 @@ async def _ending(request_id: str, error: WeftError) -> AsyncGenerator[TokenEven
     """The events of a request that no engine gets: its error. An EngineDead is raised instead."""
     if isinstance(error, EngineDead):
         raise error
-    yield TokenEvent(request_id, [], finish_reason="error", error=to_wire(error))
+    yield error_event(request_id, error)

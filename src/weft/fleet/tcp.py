@@ -132,9 +132,7 @@ class TcpLink:
             self._end(f"{self._name} takes no messages")
 
     def _end(self, why: str) -> None:
-        error = EngineDead(why)
-        error.killed = True  # nobody knows of a request that is to blame
-        self._client.died(error)
+        self._client.died(EngineDead(why, killed=True))  # no request is known to be to blame
 
     async def _receive(self) -> None:
         try:
@@ -154,9 +152,7 @@ class TcpLink:
                 self.node, self.process = node, process
                 self._client.dispatch(Started(info))
             case Gone(message, killed):
-                error = EngineDead(message)
-                error.killed = killed
-                self._client.died(error)
+                self._client.died(EngineDead(message, killed=killed))
             case _:
                 self._client.dispatch(record)
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weft.core.load import EngineLoad
 from weft.fleet.keys import (
@@ -20,14 +19,13 @@ from weft.fleet.keys import (
     NUM_CODES,
     RESIDENT,
     RUNNING,
+    Floats,
     Ints,
     KeyedCodes,
     KeyedNodes,
     Orders,
 )
 from weft.fleet.reports import ReportUpdate
-
-Floats = NDArray[np.float64]
 
 ANSWER_TOKENS = 128.0
 """The length of an answer, until some were seen."""

@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weft.fleet.crowd import Crowd
-from weft.fleet.keys import COMING, RESIDENT, RUNNING, Ints
+from weft.fleet.keys import COMING, RESIDENT, RUNNING, Floats, Ints
 from weft.fleet.reports import ReportUpdate
 from weft.fleet.told import Told
 from weft.fleet.unseen import Unseen
-
-Floats = NDArray[np.float64]
 
 TRANSIT_S = 0.02
 """How long a request and a report may be under way, together."""

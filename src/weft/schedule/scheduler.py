@@ -37,6 +37,7 @@ from weft.core.requests import (
     TokenArray,
     TokenEvent,
     TokenLogprob,
+    error_event,
     next_tokens,
 )
 from weft.core.tenants import Tenant
@@ -113,7 +114,7 @@ class Scheduler:
     def refuse(self, request_id: str, error: WeftError) -> TokenEvent:
         """The answer to a request that can't be served: its error event."""
         self.totals.finished["error"] += 1
-        return TokenEvent(request_id, [], finish_reason="error", error=to_wire(error))
+        return error_event(request_id, error)
 
     def set_tenants(self, tenants: Iterable[Tenant]) -> None:
         """See `EngineClient.set_tenants`."""
