@@ -285,7 +285,8 @@ def test_a_fleet_that_cant_keep_up_refuses_in_time() -> None:
 
 def test_whoever_has_more_than_its_share_is_refused_first() -> None:
     loads = [replace(IDLE, num_running=8, num_waiting=100)] * 3
-    fleet = router(loads, max_wait_s=20.0, weights={"gold": 3.0})
+    fleet = router(loads, max_wait_s=20.0)
+    fleet.set_weights({"gold": 3.0})
     for k in range(12):
         fleet.place(request(k, tenant="many"), now=0.0)
     fleet.place(request(100, tenant="gold"), now=0.0)

@@ -70,9 +70,7 @@ class ErrorBody(BaseModel):
 
 def described(body: type[BaseModel], description: str) -> dict[str, Any]:
     """An entry of a route's `responses`. Its schema is made once, and not for each route."""
-    schema = body.model_json_schema()
-    inlined = _inlined(schema, schema.pop("$defs", {}))
-    return {"description": description, "content": {"application/json": {"schema": inlined}}}
+    return {"description": description, "content": _content_of(body)}
 
 
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
@@ -306,9 +304,13 @@ def _can_not_write(data: bytes) -> bool:
 @functools.cache
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
     """The `openapi_extra` of a route that reads its body as `model`."""
+    return {"requestBody": {"required": True, "content": _content_of(model)}}
+
+
+def _content_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The `content` of a body in JSON, in the terms of OpenAPI."""
     schema = model.model_json_schema()
-    content = {"application/json": {"schema": _inlined(schema, schema.pop("$defs", {}))}}
-    return {"requestBody": {"required": True, "content": content}}
+    return {"application/json": {"schema": _inlined(schema, schema.pop("$defs", {}))}}
 
 
 def _inlined(node: Any, models: dict[str, Any]) -> Any:

@@ -84,7 +84,7 @@ def registry_routes(service: Service, desk: AdapterDesk) -> APIRouter:
         entry = service.follower.names.entry(whole)
         if entry is None:
             raise AdapterNotFound(f"The registry has no adapter {name!r}", "name")
-        return json_response(_shown(whole, entry).model_dump())
+        return _answer(whole, entry)
 
     @router.post(
         "/v1/registry/releases", response_model=ShownName, openapi_extra=body_of(ReleaseBody)
@@ -107,11 +107,7 @@ def registry_routes(service: Service, desk: AdapterDesk) -> APIRouter:
 
 
 def _answer(name: str, entry: Name) -> Response:
-    return json_response(_shown(name, entry).model_dump())
-
-
-def _shown(name: str, entry: Name) -> ShownName:
-    return ShownName(
+    shown = ShownName(
         name=name,
         generation=entry.generation,
         pinned=entry.pinned,
@@ -137,3 +133,4 @@ def _shown(name: str, entry: Name) -> ShownName:
             for change in reversed(entry.history)
         ],
     )
+    return json_response(shown.model_dump())

@@ -84,11 +84,6 @@ class Routed:
     node: str
     terms: Terms
 
-    @property
-    def wait_s(self) -> float:
-        """How long it is expected to wait until its prompt is computed."""
-        return max(float(self.terms.wait[self.index]), float(self.terms.load[self.index]))
-
 
 @dataclass(frozen=True, slots=True)
 class Shed:
@@ -151,7 +146,6 @@ class Router:
 
     transit_s, told: see `FleetView`. max_wait_s: a request that would wait longer is refused. For a
     tenant with n times its share of the open requests, the limit is max_wait_s / n if n > 1.
-    weights: the tenants' shares, 1 for those that are not named.
     """
 
     def __init__(
@@ -159,13 +153,12 @@ class Router:
         policy: str = "cost",
         transit_s: float = TRANSIT_S,
         max_wait_s: float = math.inf,
-        weights: Mapping[str, float] | None = None,
         told: Told | None = None,
     ) -> None:
         self.view = FleetView(transit_s, told)
         self._policy = find_policy(policy)
         self._max_wait_s = max_wait_s
-        self._weights = dict(weights or {})
+        self._weights: dict[str, float] = {}
         self._pair = np.zeros(2)
         """How many tokens of a prompt a node lacks: one without its prefix, and one with it."""
 
@@ -181,7 +174,7 @@ class Router:
         self.view.send(routed.index, request, routed.terms.prefill.item(routed.index), now)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Let tenants have these shares from now on."""
+        """Let tenants have these shares from now on; those that are not named have 1."""
         self._weights = dict(weights)
 
     def choose(self, request: RoutedRequest) -> Routed | Shed:

@@ -43,6 +43,7 @@ from weft.registry.stores import Store
 BLOBS = "blobs/sha256/"
 FILES, DONE = "FILES", "DONE"
 DOOMED = "doomed/"
+BEING_REMOVED = "this content is being removed from the registry; publish it again soon"
 RESCUED, SWEPT = b"rescued", b"swept"
 """The two verdicts on content that a collector wants to remove; see `weft.registry.sweep`."""
 ATTEMPTS = 3
@@ -78,8 +79,7 @@ def rescue(store: Store, digest: str) -> None:
         if key.endswith(".at"):
             verdict = key.removesuffix(".at") + ".verdict"
             if not store.put(verdict, RESCUED) and store.get(verdict) != RESCUED:
-                message = "this content is being removed from the registry; publish it again soon"
-                raise RegistryUnavailable(message, "registry")
+                raise RegistryUnavailable(BEING_REMOVED, "registry")
 
 
 class ContentPeers(Protocol):
@@ -205,8 +205,7 @@ class Blobs:
             return claim
         first = read_claim(self._store, listing.digest, FILES)
         if first is None:
-            message = "this content is being removed from the registry; publish it again soon"
-            raise RegistryUnavailable(message, "registry")
+            raise RegistryUnavailable(BEING_REMOVED, "registry")
         if first.listing != listing:
             differing = set(first.listing.files) ^ set(listing.files)
             names = ", ".join(sorted({file.name for file in differing}))

@@ -146,7 +146,7 @@ class AdapterRegistry:
         Loads of the same path may run side by side. Raises InvalidRequest (an unsafe name),
         AdapterConflict (the base model's name, or another path is being loaded under it).
         """
-        self._check_name(name)
+        self.check_new(name)
         paths = self._loading.setdefault(name, [])
         if paths and path not in paths:
             message = f"The lora adapter {name!r} is being loaded from another path"
@@ -178,7 +178,7 @@ class AdapterRegistry:
         which always has the same content. Raises InvalidRequest, AdapterConflict.
         """
         if number is None:
-            self._check_name(name)
+            self.check_new(name)
         old = self._live.get(name)
         if old is not None and old.ref.digest == info.digest:
             old.info, old.path, old.pinned = info, path, pinned
@@ -239,7 +239,12 @@ class AdapterRegistry:
         return names
 
     def check_new(self, name: str) -> None:
-        self._check_name(name)
+        if name in self.base_names:
+            raise AdapterConflict(f"{name!r} is the base model's name", "lora_name")
+        check_name(name)
+        check_prefix(name, self.base_names)
+        if self._looks.get(appearance(name), name) != name:
+            raise AdapterConflict(f"{name!r} looks like another adapter's name", "lora_name")
 
     # ------------------------------------------------------------------------------------------
 
@@ -318,15 +323,6 @@ class AdapterRegistry:
             self._draining.remove(version)
             if version.on_drained is not None:
                 version.on_drained(version.ref)
-
-    def _check_name(self, name: str) -> None:
-        """Raises InvalidRequest and AdapterConflict for a name that can't be given."""
-        if name in self.base_names:
-            raise AdapterConflict(f"{name!r} is the base model's name", "lora_name")
-        check_name(name)
-        check_prefix(name, self.base_names)
-        if self._looks.get(appearance(name), name) != name:
-            raise AdapterConflict(f"{name!r} looks like another adapter's name", "lora_name")
 
 
 class Holders:

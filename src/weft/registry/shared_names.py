@@ -45,7 +45,7 @@ class SharedNames:
     def __init__(self, shared: SharedRegistry, base_names: Sequence[str], base_root: str) -> None:
         """The base's names and root are as in `AdapterRegistry`."""
         self._shared = shared
-        self._base_names, self._base_root = tuple(base_names), base_root
+        self._base_names, self.base_root = tuple(base_names), base_root
         self._sorted: dict[str, list[str]] = {}
         """The names in each namespace that requests may use without a version; "" has those
         without a namespace."""
@@ -61,11 +61,6 @@ class SharedNames:
     @property
     def state(self) -> State:
         return self._shared.state
-
-    @property
-    def base(self) -> str:
-        """The base model's folder or its hub id."""
-        return self._base_root
 
     def entry(self, name: str) -> Name | None:
         """The registry's entry for a name; None for a name that is unknown or was removed."""
@@ -110,7 +105,7 @@ class SharedNames:
 
     def card(self, model: str) -> ModelCard:
         if model in self._base_names:
-            return ModelCard(model, self._base_root, None)
+            return ModelCard(model, self.base_root, None)
         name, wanted = split(model)
         entry = self.entry(name)
         number = entry and (number_of(entry, wanted) if wanted else main_number(entry.route))

@@ -121,10 +121,10 @@ class Sources:
         """Without `folders`, any folder may be read; without `allowed`, any URI may. Downloads are
         kept in `contents`, by default in the user's cache folder. They may have `max_bytes`, packed
         or not."""
-        self._contents = contents or Contents(cache_folder())
+        self.contents = contents or Contents(cache_folder())
         self._folders = folders or AnyFolder()
         self._allowed = allowed or Allowed.everything()
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._upload: Path | None = None
 
     def within(self, folders: AdapterRoots) -> Sources:
@@ -132,16 +132,6 @@ class Sources:
         other = copy(self)
         other._folders = folders
         return other
-
-    @property
-    def contents(self) -> Contents:
-        """Where what is downloaded is kept."""
-        return self._contents
-
-    @property
-    def max_bytes(self) -> int:
-        """How large an adapter from elsewhere may be, packed or not."""
-        return self._max_bytes
 
     def with_upload(self, packed: Path) -> Sources:
         """These sources, and one more, upload://NAME with any name: a tar or a safetensors file
@@ -213,7 +203,7 @@ class Sources:
                 f"{hub_id!r} is fetched from the Hugging Face hub only with --allow-sources hf",
                 "lora_path",
             )
-        return fetch_adapter(hub_id, self._max_bytes)
+        return fetch_adapter(hub_id, self.max_bytes)
 
     def _from_afar(self, uri: str) -> Folder:
         try:
@@ -222,15 +212,15 @@ class Sources:
             raise not_kept(error) from error
 
     def _kept(self, uri: str) -> Folder:
-        with self._contents.stage() as stage:
+        with self.contents.stage() as stage:
             if uri.startswith(f"{UPLOAD}://"):
                 assert self._upload is not None
                 files = stage / "adapter"
                 files.mkdir()
-                unpack(self._upload, files, self._max_bytes)
+                unpack(self._upload, files, self.max_bytes)
             else:
-                files = download(uri, self._allowed, stage, self._max_bytes)
-            return self._contents.keep(files)
+                files = download(uri, self._allowed, stage, self.max_bytes)
+            return self.contents.keep(files)
 
 
 def _refused(path: str, why: str) -> AdapterPathRefused:

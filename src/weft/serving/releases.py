@@ -72,7 +72,7 @@ class Releases:
             if version.digest != tried.info.digest:
                 message = "the adapter's files changed while it was loaded"
                 raise AdapterUnavailable(message, "lora_path")
-            base = self._follower.names.base
+            base = self._follower.names.base_root
             change = Publish(name, replace(version, source=shown(path), base=base), pinned=pinned)
             await self._publish(change, put_in_place, actor)
             await tried.give_place_back()  # loading the version below needs a place too
