@@ -29,7 +29,7 @@ from weft.fleet.launchers import NODE, ClusterArgs, ClusterFolder, Launcher, Pla
 from weft.fleet.launchers.found import find_nodes
 from weft.fleet.launchers.local import HOST, MAX_FAILED, LocalLauncher, check_port
 from weft.terminal.commands import Commands
-from weft.terminal.options import ending_in_one_line, key_to_send
+from weft.terminal.options import Interval, ending_in_one_line, key_to_send
 from weft.terminal.plain import plain_json
 
 if TYPE_CHECKING:
@@ -429,10 +429,7 @@ def top(
     name: Name = "default",
     at: At = None,
     api_key: Key = "",
-    interval: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Seconds between two readings.", min=0.1, max=86_400),
-    ] = 1.0,
+    interval: Interval = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
 ) -> None:
     """Watch a cluster: its nodes, load, latency, and its busiest adapters."""

@@ -17,7 +17,13 @@ from rich.table import Table
 from weft.cli.args import LoraModule, modules_of
 from weft.core.config import engine_args
 from weft.core.errors import ConfigError
-from weft.terminal.options import ADAPTERS, AsJson, ending_in_one_line, with_engine_options
+from weft.terminal.options import (
+    AsJson,
+    Base,
+    adapters_option,
+    ending_in_one_line,
+    with_engine_options,
+)
 
 if TYPE_CHECKING:
     from weft.cli.harness import Asked, Scores
@@ -43,22 +49,13 @@ Compare = Annotated[
 
 @with_engine_options
 def evaluate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="BASE", help="The base model: a Hugging Face folder, or a name on the hub."
-        ),
-    ],
+    model: Base,
     tasks: Annotated[
         str, typer.Option(metavar="NAME,...", help="Tasks or groups of lm-evaluation-harness.")
     ],
     lora_modules: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=PATH",
-            help="An adapter to evaluate. Repeatable.",
-            rich_help_panel=ADAPTERS,
-        ),
+        adapters_option(metavar="NAME=PATH", help="An adapter to evaluate. Repeatable."),
     ] = None,
     include_path: TaskFolder = None,
     limit: Annotated[

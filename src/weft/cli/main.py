@@ -28,7 +28,10 @@ from weft.cli.releases import history, label, release, rollback, tenants
 from weft.core.config import MAX_RANK, LoraArgs, check_texts, engine_args
 from weft.terminal.commands import Command, Commands
 from weft.terminal.options import (
+    Adapter,
     AsJson,
+    Base,
+    Interval,
     ending_in_one_line,
     key_to_send,
     with_engine_options,
@@ -89,12 +92,7 @@ class _ServeCommand(Command):
 @with_engine_options
 @with_flags
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="BASE", help="The base model: a Hugging Face folder, or a name on the hub."
-        ),
-    ],
+    model: Base,
     flags: ServeFlags,
     **options: object,
 ) -> None:
@@ -153,10 +151,7 @@ def top(
             help="The addresses of one or several servers. Default: http://127.0.0.1:8000.",
         ),
     ] = None,
-    interval: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Seconds between two readings.", min=0.1, max=86_400),
-    ] = 1.0,
+    interval: Interval = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one interval, and end.")] = False,
     api_key: Annotated[
         str | None,
@@ -181,10 +176,7 @@ def top(
 
 @app.command(rich_help_panel=PREPARE)
 def check(
-    adapter: Annotated[
-        str,
-        typer.Argument(metavar="ADAPTER", help="The adapter: a PEFT folder, a hub name, or a URI."),
-    ],
+    adapter: Adapter,
     base: Annotated[
         str,
         typer.Option(

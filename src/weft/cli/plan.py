@@ -12,10 +12,10 @@ from rich.console import Console
 from weft.bench.cli.options import SHAPES, Rank, Targets, split_names
 from weft.core.errors import ConfigError
 from weft.terminal.options import (
-    ADAPTERS,
-    MODEL,
     AsJson,
+    adapters_option,
     ending_in_one_line,
+    model_option,
     parse_bytes,
     tell_start,
     with_some_options,
@@ -53,26 +53,21 @@ def plan(
     ],
     gpu: Annotated[
         str,
-        typer.Option(
+        model_option(
             metavar="NAME|BYTES",
             help="The GPU: l4, rtx-4090, a100-40g, l40s, h100, a100-80g, h200, b200; or the bytes"
             " of its memory, such as 48G.",
-            rich_help_panel=MODEL,
         ),
     ] = "h200",
     tensor_parallel_size: Annotated[
-        str,
-        typer.Option(
-            metavar="N,...", help="The numbers of GPUs to compare.", rich_help_panel=MODEL
-        ),
+        str, model_option(metavar="N,...", help="The numbers of GPUs to compare.")
     ] = "1,2,4,8",
     adapters: Annotated[
         int | None,
-        typer.Option(
+        adapters_option(
             help="Number of adapters that should fit on the GPUs at a time. They get the memory"
             " that they need, instead of --adapter-memory.",
             min=1,
-            rich_help_panel=ADAPTERS,
         ),
     ] = None,
     rank: Rank = 16,

@@ -13,7 +13,7 @@ import typer
 from weft.cli.releases import NamedAdapter, Registry, actor, opened
 from weft.core.errors import AdapterError, ConfigError, RegistryUnavailable
 from weft.terminal.commands import Commands
-from weft.terminal.options import ApiKey, ending_in_one_line
+from weft.terminal.options import Adapter, ApiKey, ending_in_one_line
 from weft.terminal.plain import plain_json
 
 if TYPE_CHECKING:
@@ -28,10 +28,7 @@ def _registry() -> None:
 
 
 def push(
-    adapter: Annotated[
-        str,
-        typer.Argument(metavar="ADAPTER", help="The adapter: a PEFT folder, a hub name, or a URI."),
-    ],
+    adapter: Adapter,
     name: NamedAdapter,
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="The server to send the adapter to.")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
-from functools import wraps
+from functools import partial, wraps
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import typer
@@ -32,6 +32,8 @@ from weft.terminal.plain import plain
 T = TypeVar("T")
 
 MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
+model_option = partial(typer.Option, rich_help_panel=MODEL)
+adapters_option = partial(typer.Option, rich_help_panel=ADAPTERS)
 
 
 def key_to_send(context: typer.Context, param: typer.CallbackParam, given: str | None) -> str:
@@ -62,6 +64,19 @@ ApiKey = Annotated[
         envvar="WEFT_API_KEY",
         callback=key_to_send,
     ),
+]
+Base = Annotated[
+    str,
+    typer.Argument(
+        metavar="BASE", help="The base model: a Hugging Face folder, or a name on the hub."
+    ),
+]
+Adapter = Annotated[
+    str, typer.Argument(metavar="ADAPTER", help="The adapter: a PEFT folder, a hub name, or a URI.")
+]
+Interval = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="Seconds between two readings.", min=0.1, max=86_400),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
 
@@ -166,18 +181,19 @@ def tell_start(what: str) -> None:
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Let `command`, which takes **options, have a flag for every field of EngineArgs' parts."""
-    return _with_parameters(command, engine_parameters())
+    return with_parameters(command, engine_parameters())
 
 
 def with_some_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Do as `with_engine_options`, for the fields of these names alone."""
     chosen = [p for p in engine_parameters() if p.name in names]
-    return lambda command: _with_parameters(command, chosen)
+    return lambda command: with_parameters(command, chosen)
 
 
-def _with_parameters(
+def with_parameters(
     command: Callable[..., None], more: Sequence[inspect.Parameter]
 ) -> Callable[..., None]:
+    """Let `command`, which takes **options, have a flag for each of these parameters."""
     own = inspect.signature(command, eval_str=True)
     kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     parameters = [*kept, *more]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from weft.bench.cli.options import (
     Model,
     NoPlot,
@@ -19,28 +17,20 @@ from weft.bench.cli.options import (
     workload_option,
 )
 from weft.core.errors import ConfigError
-from weft.terminal.options import ADAPTERS, HELP, MODEL, ending_in_one_line
+from weft.terminal.options import HELP, adapters_option, ending_in_one_line, model_option
 
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"],
-    typer.Option(help=HELP["device"], rich_help_panel=MODEL),
-]
+Device = Annotated[Literal["auto", "cpu", "cuda"], model_option(help=HELP["device"])]
 
 
 def kernels(
     model: Model = None,
     device: Device = "auto",
     lora_backend: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help=HELP["lora_backend"],
-            rich_help_panel=ADAPTERS,
-        ),
+        str, adapters_option(metavar="NAME", help=HELP["lora_backend"])
     ] = "auto",
     quantization: Annotated[
         Literal["fp8-weight-only", "int4"] | None,
-        typer.Option(help="Hold the base's matrices in 8 or 4 bits.", rich_help_panel=MODEL),
+        model_option(help="Hold the base's matrices in 8 or 4 bits."),
     ] = None,
     batch: Annotated[
         str, workload_option(metavar="N,...", help="Rows of the batch.")
@@ -85,11 +75,10 @@ def tune(
     device: Device = "auto",
     tensor_parallel_size: Annotated[
         int,
-        typer.Option(
+        model_option(
             help="Tune for the shapes that a model has on each of this many GPUs. Tuning needs"
             " only one.",
             min=1,
-            rich_help_panel=MODEL,
         ),
     ] = 1,
     rank: Rank = 16,

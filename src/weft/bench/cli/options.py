@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, ParamSpec, Protocol
 import typer
 
 from weft.core.config import MAX_RANK
-from weft.terminal.options import MODEL, ending_in_one_line, tell_start, with_engine_options
+from weft.terminal.options import (
+    ending_in_one_line,
+    engine_parameters,
+    model_option,
+    tell_start,
+    with_parameters,
+)
 
 if TYPE_CHECKING:
     from weft.bench.report import Report
@@ -29,12 +34,11 @@ SHAPES = (
 
 Model = Annotated[
     str | None,
-    typer.Option(
+    model_option(
         "--model",
         metavar="BASE",
         help="The base model: a folder, a name on the hub, or a known shape:"
         f" {SHAPES}. Default: llama-3-8b on a GPU, tiny on a CPU.",
-        rich_help_panel=MODEL,
     ),
 ]
 Rank = Annotated[int, workload_option(help="Rank of the adapters.", min=1, max=MAX_RANK)]
@@ -72,20 +76,12 @@ Record = Annotated[
 def engine_options(*fixed: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Do as `with_engine_options`, without the flags that the benchmark sets itself; weights are
     random unless asked for."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        command = with_engine_options(command)
-        signature = inspect.signature(command)
-        kept = [
-            p.replace(default="dummy") if p.name == "load_format" else p
-            for p in signature.parameters.values()
-            if p.name not in fixed
-        ]
-        command.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in kept}
-        return command
-
-    return decorate
+    chosen = [
+        p.replace(default="dummy") if p.name == "load_format" else p
+        for p in engine_parameters()
+        if p.name not in fixed
+    ]
+    return lambda command: with_parameters(command, chosen)
 
 
 class Measure(Protocol):
