@@ -71,7 +71,7 @@ class _Message:
             pass
         reader.check_whole()
         shown = self._shown(output, reader)
-        return shown | {"content": blocks.whole(), **self._ending(reader, output)}
+        return shown | {"content": blocks.blocks, **self._ending(reader, output)}
 
     async def events(self) -> AsyncGenerator[Event, None]:
         turn, begun = self._turn, False
@@ -137,13 +137,10 @@ class _Blocks:
     open."""
 
     def __init__(self) -> None:
-        self._blocks: list[dict[str, Any]] = []
+        self.blocks: list[dict[str, Any]] = []
         self._open = False
         self._input = ""
         """The JSON so far of the open call's arguments."""
-
-    def whole(self) -> list[dict[str, Any]]:
-        return self._blocks
 
     def add(self, piece: Piece) -> Iterator[Event]:
         for part in piece.parts:
@@ -158,18 +155,18 @@ class _Blocks:
         if not self._open:
             return
         self._open = False
-        block = self._blocks[-1]
+        block = self.blocks[-1]
         if block["type"] == "thinking":
             yield self._delta({"type": "signature_delta", "signature": ""})
         elif block["type"] == "tool_use":
             block["input"] = call_arguments(self._input)
-        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+        yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 
     def _text(self, kind: str, text: str) -> Iterator[Event]:
-        if not self._open or self._blocks[-1]["type"] != kind:
+        if not self._open or self.blocks[-1]["type"] != kind:
             signed = {"signature": ""} if kind == "thinking" else {}
             yield from self._begin({"type": kind, kind: "", **signed})
-        self._blocks[-1][kind] += text
+        self.blocks[-1][kind] += text
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _call(self, call: ToolCallDelta) -> Iterator[Event]:
@@ -185,9 +182,9 @@ class _Blocks:
     def _begin(self, block: dict[str, Any]) -> Iterator[Event]:
         yield from self.close()
         self._open = True
-        self._blocks.append(block)
-        index = len(self._blocks) - 1
+        self.blocks.append(block)
+        index = len(self.blocks) - 1
         yield {"type": "content_block_start", "index": index, "content_block": dict(block)}
 
     def _delta(self, delta: dict[str, Any]) -> Event:
-        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}

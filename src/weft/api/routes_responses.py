@@ -92,21 +92,14 @@ class _Response:
         self._turn = turn
 
     async def whole(self) -> dict[str, Any]:
-        turn = self._turn
-        with naming(FIELDS), naming(turn.fields):
-            await turn.prepare()
-            reader, items, output = turn.reader(), _Items(), Output()
-            async with aclosing(self._deltas(whole=True)) as deltas:
-                async for _, delta in deltas:
-                    output.add(delta)
-                    for _ in self._add(delta, reader, items):
-                        pass
-        reader.check_whole()
-        for _ in items.close(_status(reader)):
-            pass
-        return self._ended(output, reader, items)
+        """The response that has ended, which the last event has."""
+        ended: dict[str, Any] = {}
+        async for event in self.events(whole=True):
+            ended = event.get("response", ended)
+        return ended
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    async def events(self, whole: bool = False) -> AsyncGenerator[Event, None]:
+        """How the response grows; `whole`: it may come in one piece, if that is faster."""
         turn = self._turn
         num_sent = 0
 
@@ -118,7 +111,7 @@ class _Response:
         with naming(FIELDS), naming(turn.fields):
             await turn.prepare()
             reader, items, output = turn.reader(), _Items(), Output()
-            async with aclosing(self._deltas()) as deltas:
+            async with aclosing(self._deltas(whole)) as deltas:
                 async for _, delta in deltas:
                     if not num_sent:
                         begun = self._response("in_progress")
@@ -133,7 +126,7 @@ class _Response:
         ended = self._ended(output, reader, items)
         yield numbered({"type": f"response.{ended['status']}", "response": ended})
 
-    def _deltas(self, whole: bool = False) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    def _deltas(self, whole: bool) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """Which token's log-probabilities are of the answer shows only token by token."""
         by_token = self._body.wants_logprobs
         return self._turn.run(whole and not by_token, by_token)
