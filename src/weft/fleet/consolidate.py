@@ -136,7 +136,7 @@ class _Load:
 class Consolidator:
     """Owner of the set of enabled nodes."""
 
-    def __init__(self, target: float = TARGET) -> None:
+    def __init__(self, target: float) -> None:
         self._target = target
         self._order: list[str] = []
         """All nodes: first the enabled ones, then those that were disabled last."""

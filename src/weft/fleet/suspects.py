@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from enum import Enum
 
@@ -34,8 +34,7 @@ class _Record(Enum):
 class Suspects:
     """Owner of what is remembered of requests that were open when engines died."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._records: dict[bytes, tuple[_Record, float]] = {}
         """By request, with the time of the death, the oldest first."""
         self._alone = asyncio.Lock()
@@ -98,11 +97,11 @@ class Suspects:
 
     def _note(self, key: bytes, record: _Record) -> None:
         self._records.pop(key, None)
-        self._records[key] = (record, self._clock())
+        self._records[key] = (record, time.monotonic())
 
     def _forget_old(self) -> None:
         for key, (_, when_s) in list(self._records.items()):
-            if len(self._records) <= MAX_KEPT and when_s > self._clock() - KEEP_S:
+            if len(self._records) <= MAX_KEPT and when_s > time.monotonic() - KEEP_S:
                 break
             del self._records[key]
 

@@ -86,7 +86,7 @@ class Gone:
 
     message: str
     killed: bool
-    """See `EngineDead.killed`."""
+    """See `EngineDead`."""
 
 
 @dataclass(frozen=True, slots=True)
