@@ -31,7 +31,9 @@ from weft.kernels.triton_base import (
     starts_early,
     with_pending,
 )
-from weft.kernels.triton_linear import FEW_ROWS
+
+FEW_TOKENS = 64
+"""Up to so many tokens, these kernels are faster than a grouped product."""
 
 
 @triton.jit
@@ -361,7 +363,7 @@ def mixture(
     """The sum of each token's experts that are here, (T, I); None where other kernels are better,
     or these can't."""
     T, (_, I, F) = len(x_TI), experts.down_EIF.shape  # noqa: E741
-    if not 0 < T <= FEW_ROWS or I % 64 or F % EXPERT_UNIT or x_TI.stride(1) != 1:
+    if not 0 < T <= FEW_TOKENS or I % 64 or F % EXPERT_UNIT or x_TI.stride(1) != 1:
         return None
     if x_TI.dtype == torch.float32 and not INTERPRETED:
         return None
@@ -376,7 +378,7 @@ def mlp(
     experts: ExpertWeights,
     activation: Activation,
 ) -> Tensor:
-    """The sum of each token's experts that are here, (T, I), of at most FEW_ROWS tokens. Experts
+    """The sum of each token's experts that are here, (T, I), of at most FEW_TOKENS tokens. Experts
     are counted from the first one that is here."""
     (T, I), K = x_TI.shape, expert_TK.shape[1]  # noqa: E741
     E, F = len(experts.down_EIF), experts.down_EIF.shape[2]

@@ -39,7 +39,8 @@ from weft.kernels.triton_base import (
 )
 from weft.kernels.tuned import Cut
 
-FEW_ROWS = 64
+FEW_ROWS = 128
+"""Up to so many rows, a product is as fast as a library's."""
 
 
 @triton.jit(do_not_specialize=["T", "turn"])
@@ -206,6 +207,8 @@ def _cut(weight_OK: Tensor, num_rows: int) -> Cut:
     if found is not None:
         return found
     step, columns, many = _step(weight_OK), _COLUMNS if O % _COLUMNS == 0 else 32, num_rows > 32
+    if num_rows > 64:
+        step = 64
     num_tiles, places = O // columns, processors(device)
     if num_rows > 16 and O % 128 == 0 and num_tiles > (places if many else 2 * places):
         # More programs would fill the device, so that adapters' would have to wait for the last.

@@ -191,11 +191,13 @@ class Linear:
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Product:
         """The product. The adapters' part may be pending, for the operation that reads it next."""
-        if step.lora is not None:
-            found = step.lora.product(x_TI, self.weight, self.bias_O, self.group)
-            if found is not None:
-                return found
-        return Product(self.whole(x_TI, step))
+        return self.beside(x_TI, step) or Product(self.whole(x_TI, step))
+
+    def beside(self, x_TI: Tensor, step: StepContext) -> Product | None:
+        """The product with its adapters' part pending; None where that is computed apart."""
+        if step.lora is None:
+            return None
+        return step.lora.product(x_TI, self.weight, self.bias_O, self.group)
 
     def whole(self, x_TI: Tensor, step: StepContext) -> Tensor:
         """The product with its adapters' part added, (T, O)."""

@@ -97,12 +97,14 @@ class DenseMlp:
     activation: Activation
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Product:
-        first, inner_TF = self.gate_up, None
-        if step.lora is not None:
-            groups = first.group, self.down.group
-            inner_TF = step.lora.gated(x_TI, first.weight, first.bias_O, *groups, self.activation)
+        gate_up, lora = self.gate_up, step.lora
+        made, inner_TF = gate_up.beside(x_TI, step), None
+        if made is None and lora is not None:
+            groups = gate_up.group, self.down.group
+            inner_TF = lora.gated(x_TI, gate_up.weight, gate_up.bias_O, *groups, self.activation)
         if inner_TF is None:
-            inner_TF = self.ops.activate_and_mul(first(x_TI, step), self.activation)
+            product = made or Product(gate_up.whole(x_TI, step))
+            inner_TF = self.ops.activate_and_mul(product, self.activation)
         return self.down(inner_TF, step)
 
 

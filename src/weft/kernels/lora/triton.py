@@ -201,7 +201,7 @@ class TritonStep(LoraStep):
         backend, tiles, num_rows = self._backend, self.rows.tiles, len(x_TI)
         pool, tuning = backend.pool, backend.tuning
         of, then = pool.table.groups[group], pool.table.groups[down]
-        if pool.deterministic or num_rows <= FEW_ROWS or len(tiles) != num_rows:
+        if pool.deterministic or len(tiles) != num_rows:
             return None
         if not gluon_activate.fits(pool, of, then):
             return None

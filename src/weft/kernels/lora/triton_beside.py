@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.core.numbers import next_power_of_2
 from weft.kernels.lora.triton_ranks import ALONE, RankExchange, sum_tile
 from weft.kernels.lora.triton_tiles import (
     TILE_ROWS,
@@ -67,6 +68,7 @@ def _adapters(
     K: tl.constexpr,
     PER_TILE: tl.constexpr,
     TURNS: tl.constexpr,
+    COUNTERS: tl.constexpr,
     WIDTHS: tl.constexpr,
     W: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -109,7 +111,7 @@ def _adapters(
     if pid == last:
         wait_for(turn_ptr, turn)  # the launch before has left the counters ready
         wait_for(done_ptr, num_tiles * mates)
-        counters = tl.arange(0, 256)
+        counters = tl.arange(0, COUNTERS)
         tl.store(done_ptr + counters, 0, mask=counters <= 2 * num_tiles)
         tl.store(turn_ptr, 0)
         if PDL:  # whoever waits for this kernel waits for the product too
@@ -289,6 +291,7 @@ def launch_beside(
         K=x_TK.shape[1],
         PER_TILE=PER_TILE,
         TURNS=TURNS,
+        COUNTERS=next_power_of_2(1 + 2 * FEW_ROWS),
         WIDTHS=widths,
         W=row_floats,
         BLOCK_N=128,

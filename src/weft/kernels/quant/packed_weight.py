@@ -33,9 +33,9 @@ class PackedWeight(PackedMatrix):
 
     def launch(self, x_TI: Tensor, bias_O: Tensor | None, flags: Tensor) -> Launched | None:
         from weft.kernels.quant import triton_packed
-        from weft.kernels.triton_linear import FEW_ROWS
+        from weft.kernels.quant.gluon_packed_many import FEWEST_ROWS
 
-        if not 0 < len(x_TI) <= FEW_ROWS or x_TI.stride(1) != 1:
+        if not 0 < len(x_TI) < FEWEST_ROWS or x_TI.stride(1) != 1:
             return None
         return triton_packed.start(x_TI, self, bias_O, flags)
 

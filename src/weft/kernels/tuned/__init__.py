@@ -28,7 +28,7 @@ import torch
 from weft.core.errors import ConfigError
 
 VERSION = 1
-ROWS = (16, 32, 64)
+ROWS = (16, 32, 64, 128)
 """The numbers of rows that products are cut for: each serves products of up to so many rows."""
 SHIPPED = Path(__file__).parent
 MOST = 4096
