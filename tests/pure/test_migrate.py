@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from functools import cache
 
@@ -12,6 +13,7 @@ from typer.main import get_command
 from weft.cli import migrate
 from weft.cli.main import app
 from weft.cli.migrate import Options, translated
+from weft.cli.other_servers import VARIABLES
 from weft.core.errors import ConfigError
 
 
@@ -64,6 +66,28 @@ def options() -> Options:
             "m --lora-modules x=./x --block-size 16",
         ),
         (
+            "uv run --with vllm vllm serve m --quantization awq --kv-cache-dtype auto --port 1",
+            "m --port 1",
+        ),
+        ("cd /srv && nohup vllm serve m --port 1 > vllm.log 2>&1 &", "m --port 1"),
+        ("python -m sglang.launch_server --model-path m 2>errors.log; echo done", "m"),
+        ("/bin/sh -c 'cd /srv; exec vllm serve m --port 1'", "m --port 1"),
+        ("docker run --entrypoint sh vllm/vllm-openai -c 'vllm serve m'", "m"),
+        ("docker run --env-file deploy/vllm.env rocm/vllm:latest vllm serve m", "m"),
+        ("docker run -v ./vllm:/models vllm/vllm-openai@sha256:0a --model m", "m"),
+        ("docker run --rm registry.example.com/server:1 vllm serve m", "m"),
+        (
+            "lorax-launcher --model-id m --num-shard 2 --hostname 0.0.0.0 -p 80 --quantize awq"
+            " --max-active-adapters 64 --max-batch-prefill-tokens 4096 --sharded true",
+            "m --tensor-parallel-size 2 --host 0.0.0.0 --port 80 --max-loras 64"
+            " --max-num-batched-tokens 4096",
+        ),
+        (
+            "sglang serve --model-path m --lora-paths"
+            """ '{"lora_name": "a", "lora_path": "./a", "pinned": false}'""",
+            """m --lora-modules '{"name": "a", "path": "./a"}'""",
+        ),
+        (
             """vllm serve m --lora-modules '{"name": "a", "path": "./a"}'""",
             """m --lora-modules '{"name": "a", "path": "./a"}'""",
         ),
@@ -79,7 +103,8 @@ def test_commands_of_other_servers(command: str, expected: str) -> None:
     ("flags", "shown", "told"),
     [
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2", "--tensor-parallel-size"),
-        ("--quantization awq --port 1", "--quantization awq", "awq"),
+        ("--quantization modelopt --port 1", "--quantization modelopt", "modelopt"),
+        ("--no-such-sizes 1 2 4 --port 1", "--no-such-sizes 1 2 4", "does not know"),
         ("--max-model-len many", "--max-model-len many", "whole number"),
         ("--no-such-flag x --port 1", "--no-such-flag x", "does not know"),
         ("--dtype half", "--dtype half", "half"),
@@ -97,10 +122,50 @@ def test_what_is_missing_is_named(flags: str, shown: str, told: str) -> None:
     assert found.command == ("weft serve m --port 1" if "--port" in flags else "weft serve m")
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["VLLM_API_KEY=secret vllm serve m", "docker run -e VLLM_API_KEY vllm/vllm-openai --model m"],
+)
+def test_a_key_in_the_environment_is_not_lost_silently(command: str) -> None:
+    found = translated(command, options())
+    assert list(found.missing) == ["VLLM_API_KEY"]
+    assert "WEFT_API_KEY" in found.missing["VLLM_API_KEY"]
+
+
+def test_variables_stay_variables() -> None:
+    found = translated("vllm serve $MODEL --api-key=${KEY} --revision '$x'", options())
+    assert found.command == """weft serve "$MODEL" --api-key "${KEY}" --revision '$x'"""
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("vllm serve m", ["vLLM listens on all addresses"]),
+        ("vllm serve m --host 127.0.0.1", []),
+        ("python -m sglang.launch_server --model-path m", ["add --port 30000"]),
+        ("python -m sglang.launch_server --model-path m --port 1", []),
+        ("lorax-launcher --model-id m", ["LoRAX listens on all addresses", "add --port 3000"]),
+        (
+            "docker run lmsysorg/sglang python3 -m sglang.launch_server --model m",
+            ["Ports, volumes"],
+        ),
+    ],
+)
+def test_where_the_other_server_listens_is_told(command: str, told: list[str]) -> None:
+    notes = translated(command, options()).notes
+    assert len(notes) == len(told)
+    assert all(words in note for words, note in zip(told, notes, strict=True))
+
+
+def test_a_flag_of_adapters_with_a_word_that_is_none_is_shown_with_the_others() -> None:
+    found = translated("vllm serve m --lora-modules a=./a b=./b c", options())
+    assert found.command == "weft serve m --lora-modules a=./a b=./b c" and not found.missing
+
+
 def test_the_table_leads_to_flags_that_there_are() -> None:
     assert all(name in options() for name in migrate.RENAMED.values())
-    for text in (migrate.NEEDLESS | migrate.MISSING).values():
-        for word in text.replace("(", " ").replace(")", " ").split():
+    for text in (migrate.NEEDLESS | migrate.MISSING | VARIABLES).values():
+        for word in re.sub("[(),]", " ", text).split():
             if word.startswith("--"):
                 assert word in options(), word
 
@@ -114,6 +179,11 @@ def test_the_table_leads_to_flags_that_there_are() -> None:
         "vllm serve 'x",
         "vllm serve --port 1",
         "python serve.py llama",
+        "vllm bench serve --model m",
+        "vllm chat --url http://127.0.0.1:8000",
+        "python -m sglang.bench_serving --model m",
+        "kubectl run x --image=vllm/vllm-openai -- --model m",
+        '["vllm", "serve", "m"]',
     ],
 )
 def test_what_is_no_such_command(command: str) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from itertools import dropwhile
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from weft.cli.args import ServeFlags, parse_lora_modules
+from weft.cli.other_servers import SERVERS, VARIABLES, ServerCommand, server_command
 from weft.core.errors import ConfigError, WeftError
 from weft.terminal.options import ending_in_one_line
 from weft.terminal.plain import plain
@@ -26,14 +27,20 @@ RENAMED = {
     "--context-length": "--max-model-len",
     "--disable-overlap-schedule": "--no-overlap",
     "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--hostname": "--host",
     "--lora-extra-vocab-size": "--max-added-tokens",
     "--lora-paths": "--lora-modules",
+    "--max-active-adapters": "--max-loras",
+    "--max-batch-prefill-tokens": "--max-num-batched-tokens",
     "--max-loras-per-batch": "--max-loras",
     "--max-running-requests": "--max-num-seqs",
     "--mem-fraction-static": "--gpu-memory-utilization",
+    "--num-shard": "--tensor-parallel-size",
     "--page-size": "--block-size",
+    "--quantize": "--quantization",
     "--tp": "--tensor-parallel-size",
     "--tp-size": "--tensor-parallel-size",
+    "-p": "--port",
     "-tp": "--tensor-parallel-size",
 }
 
@@ -63,6 +70,7 @@ NEEDLESS = {
     "--sampling-backend": "the best kernels for the device are chosen",
     "--schedule-policy": "tenants take turns by weight (--tenant-weights)",
     "--scheduling-policy": "tenants take turns by weight (--tenant-weights)",
+    "--sharded": "--tensor-parallel-size alone says it",
     "--seed": "each request without a seed gets one of its own",
     "--structured-outputs-config": "structured outputs always use xgrammar",
     "--swap-space": "requests that lose their KV cache are computed again",
@@ -71,30 +79,52 @@ NEEDLESS = {
 }
 """Flags that are left out, and why nothing is lost."""
 
+STATED = {
+    "--kv-cache-dtype": ("auto",),
+    "--load-format": ("safetensors",),
+    "--quantization": ("awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin"),
+}
+"""Values that say what the checkpoint itself says, so that they are left out."""
+
+_DATA_PARALLEL = "start a server for each copy of the model; they can share a registry"
+_PIPELINE = "a model is spread over GPUs by --tensor-parallel-size"
+_DRAFTS = (
+    "there are no draft models; --speculative guesses from the text (ngram) or by the model's own"
+    " head (mtp)"
+)
+_PRELOADED = "name each adapter as NAME=PATH in --lora-modules"
 MISSING = {
+    "--adapter-cycle-time-s": "--max-adapter-wait bounds how long a request waits for its adapter",
+    "--adapter-id": _PRELOADED,
     "--adapter-source": "adapters come from --lora-root or from --registry",
     "--chat-template": "the template of the checkpoint, or of the adapter, is used",
-    "--data-parallel-size": "start a server for each copy of the model; they can share a registry",
+    "--data-parallel-size": _DATA_PARALLEL,
+    "--dp": _DATA_PARALLEL,
+    "--dp-size": _DATA_PARALLEL,
     "--hf-overrides": "put the changed config.json beside the weights",
     "--kv-cache-dtype": "the KV cache has the precision of the model",
     "--kv-transfer-config": "prompts and answers are computed by the same server",
     "--limit-mm-per-prompt": "images are not served; the text part of such a model is",
+    "--max-concurrent-requests": "--max-num-seqs bounds the requests that run, and --max-queue"
+    " those that wait",
     "--max-input-length": "--max-model-len bounds prompt and answer together",
     "--max-total-tokens": "--max-model-len bounds a request and --kv-cache-memory the cache",
     "--nnodes": "a model is spread over the GPUs of one machine",
-    "--pipeline-parallel-size": "a model is spread over GPUs by --tensor-parallel-size",
+    "--pipeline-parallel-size": _PIPELINE,
+    "--pp": _PIPELINE,
+    "--pp-size": _PIPELINE,
+    "--preload-adapter-ids": _PRELOADED,
     "--rope-scaling": "put it into config.json",
-    "--speculative-config": "there are no draft models; --speculative guesses from the text (ngram)"
-    " or by the model's own head (mtp)",
+    "--speculative-algorithm": _DRAFTS,
+    "--speculative-config": _DRAFTS,
     "--ssl-certfile": "let a proxy in front of the server speak TLS",
     "--ssl-keyfile": "let a proxy in front of the server speak TLS",
     "--tokenizer": "the tokenizer beside the weights is used",
+    "--tokenizer-path": "the tokenizer beside the weights is used",
+    "-dp": _DATA_PARALLEL,
+    "-pp": _PIPELINE,
 }
 """Flags of which something is lost, and what to do."""
-
-CONTAINERS = {"docker", "podman", "nerdctl"}
-SERVERS = ("vllm", "sglang", "lorax")
-"""What the programs, modules and images of the other servers have in their names."""
 
 _SWITCHES = {
     "--async-scheduling",
@@ -115,7 +145,13 @@ _SWITCHES = {
 
 _REPEATED = {"--api-key", "--served-model-name"}
 """Flags that take several values, and that `weft serve` has once for each."""
-_LISTS = {"--lora-modules", "--lora-paths", "--lora-target-modules", *_REPEATED}
+_LISTS = {
+    "--lora-modules",
+    "--lora-paths",
+    "--lora-target-modules",
+    "--preload-adapter-ids",
+    *_REPEATED,
+}
 """Flags that take several values."""
 
 
@@ -129,10 +165,20 @@ class Translation:
     """Flags without which nothing is lost, and why."""
     missing: dict[str, str] = field(default_factory=dict)
     """Flags that would be needed, and what to do instead."""
+    notes: list[str] = field(default_factory=list)
+    """What is different without a flag."""
+    expanded: list[str] = field(default_factory=list)
+    """Words of the command with variables, which a shell expands."""
 
     @property
     def command(self) -> str:
-        return shlex.join(["weft", "serve", self.base, *self.args])
+        return " ".join(["weft serve", *map(self.quoted, (self.base, *self.args))])
+
+    def quoted(self, word: str) -> str:
+        """The word as a shell takes it. Its variables are expanded if the command's were."""
+        if "$" in word and any(word in other for other in self.expanded):
+            return '"' + re.sub(r'["\\`]', r"\\\g<0>", word) + '"'
+        return shlex.quote(word)
 
 
 def migrate(
@@ -146,7 +192,8 @@ def migrate(
 
     [bold]weft migrate[/] 'vllm serve ./llama --enable-lora --lora-modules sql=./sql'
 
-    Exit status: 0 all translated, 1 a flag or adapter is lost, 2 no command of these servers.
+    Exit status: 0 all translated, 1 a flag, variable or adapter is lost, 2 no command of these
+    servers.
     """
     with ending_in_one_line(status=2):
         assert context.parent is not None
@@ -162,7 +209,9 @@ def migrate(
         typer.echo("\nAdapters:")
     for name, _, told in verdicts:
         typer.echo(f"  {name}: {plain(told)}")
-    typer.echo(f"\nTo see what fits into which GPUs: weft plan {shlex.quote(found.base)}")
+    if found.notes:
+        typer.echo("\n" + "\n".join(found.notes))
+    typer.echo(f"\nTo see what fits into which GPUs: weft plan {found.quoted(found.base)}")
     raise typer.Exit(1 if found.missing or not all(good for _, good, _ in verdicts) else 0)
 
 
@@ -205,8 +254,9 @@ class Options:
         """Why an option does not take its values; None if it does."""
         if self.takes_no_value(name) == bool(values):
             return "it takes no value" if values else "its value is missing"
+        given = [word for value in values for word in (name, value)] or [name]
         try:
-            self._serve.make_context("serve", ["BASE", name, *values])
+            self._serve.make_context("serve", ["BASE", *given])
         except typer.BadParameter as error:
             return error.message
         return None
@@ -214,64 +264,49 @@ class Options:
 
 def translated(command: str, options: Options) -> Translation:
     """The command as one of Weft. Raises ConfigError."""
-    try:
-        words = shlex.split(command.replace("\\\n", " "))
-    except ValueError as error:
-        raise ConfigError(f"the command can't be read: {error}", "command") from None
+    server = server_command(command)
     bases, flags = list[tuple[str, str]](), list[tuple[str, list[str]]]()
-    for name, values in _flags(_after_the_program(words), options):
+    for name, values in _flags(server.args, options):
         if name in BASE or not name:
             bases += [(name, value) for value in values if value]
         else:
             flags.append((name, values))
     if not bases:
         raise ConfigError("the command names no base model", "command")
-    found = Translation(bases[0][1])
+    found = Translation(bases[0][1], expanded=server.expanded)
+    found.missing.update((name, VARIABLES[name]) for name in server.variables)
     for name, value in bases[1:]:
         if value != found.base:
             shown = shlex.join([name, value] if name else [value])
             found.missing[shown] = f"there is one base model, which is {found.base}"
     for name, values in flags:
         _translate(found, name, values, options)
+    found.notes.extend(_notes(server, found.args))
     return found
 
 
-def _after_the_program(words: list[str]) -> list[str]:
-    """The arguments: what follows `vllm serve`, `-m MODULE` or the program's name. Raises
-    ConfigError for another program."""
-    words = _from_the_program(words)
-    if words and Path(words[0]).name in CONTAINERS:
-        words = _after_the_image(words)
-    if not any(server in word for word in words[:4] for server in SERVERS):
-        raise ConfigError("the command starts neither vLLM nor SGLang nor LoRAX", "command")
-    if "-m" in words[:3]:
-        return words[words.index("-m") + 2 :]
-    return words[2:] if words[1:2] == ["serve"] else words[1:]
-
-
-def _from_the_program(words: list[str]) -> list[str]:
-    """What begins with a program that may start a server. Before it are variables of the
-    environment and programs such as `sudo` or `uv run`."""
-    programs = "|".join((r"python[\d.]*", *CONTAINERS, rf".*({'|'.join(SERVERS)}).*"))
-    words = list(dropwhile(re.compile(r"[A-Za-z_]\w*=").match, words))
-    for at, word in enumerate(words[:4]):
-        if "=" not in word and re.fullmatch(programs, Path(word).name):
-            return words[at:]
-    return words
-
-
-def _after_the_image(words: list[str]) -> list[str]:
-    """The image's name, and what follows it. Raises ConfigError."""
-    for at, word in enumerate(words):
-        if at and re.fullmatch(
-            r"[\w.-]+(:\d+)?(/[\w.-]+)*/[\w.-]*(vllm|sglang|lorax)[\w.-]*(:.*)?", word
-        ):
-            return words[at:]
-    raise ConfigError("the command names no image of vLLM, SGLang or LoRAX", "command")
+def _notes(server: ServerCommand, args: list[str]) -> Iterator[str]:
+    """Where Weft listens, if that is somewhere else than where the other server does."""
+    if server.in_container:
+        yield "Ports, volumes and other variables of the container are not translated."
+    title, all_addresses, port = SERVERS[server.server]
+    if all_addresses and "--host" not in args:
+        yield (
+            f"{title} listens on all addresses, and Weft on 127.0.0.1: add --host 0.0.0.0 for"
+            " clients on other machines."
+        )
+    if port != ServeFlags.port and "--port" not in args and not server.in_container:
+        yield (
+            f"{title} listens on port {port}, and Weft on {ServeFlags.port}: add --port {port}"
+            " to keep it."
+        )
 
 
 def _flags(words: list[str], options: Options) -> Iterator[tuple[str, list[str]]]:
     """Each flag with its values; an argument has no name."""
+    known = {*BASE, *RENAMED, *NEEDLESS, *MISSING}
+    base_is_first = bool(words) and not words[0].startswith("-")
+    base_has_flag = any(word.partition("=")[0].replace("_", "-") in BASE for word in words)
     at = 0
     while at < len(words):
         word = words[at]
@@ -287,11 +322,13 @@ def _flags(words: list[str], options: Options) -> Iterator[tuple[str, list[str]]
         if name in _SWITCHES or options.takes_no_value(RENAMED.get(name, name)):
             yield name, []
             continue
+        is_unknown = name not in known and name not in options
+        takes_all = name in _LISTS or (is_unknown and (base_is_first or base_has_flag))
         values: list[str] = []
         while at < len(words) and not re.match(r"--?[A-Za-z]", words[at]):
             values.append(words[at])
             at += 1
-            if name not in _LISTS:
+            if not takes_all:
                 break
         if name in _REPEATED and values:
             yield from ((name, [value]) for value in values)
@@ -303,10 +340,10 @@ def _translate(found: Translation, name: str, values: list[str], options: Option
     own = RENAMED.get(name, name)
     shown = shlex.join([name, *values])
     if name == "--lora-paths":  # one without a name is called by its path
-        values = [
-            value if "=" in value or value[:1] == "{" else f"{value}={value}" for value in values
-        ]
-    if name in NEEDLESS:
+        values = [_named(value) for value in values]
+    if own in STATED and values and values[0] in STATED[own]:
+        found.left_out[shown] = "the checkpoint itself says it"
+    elif name in NEEDLESS:
         found.left_out[shown] = NEEDLESS[name]
     elif name in MISSING:
         found.missing[shown] = MISSING[name]
@@ -318,9 +355,17 @@ def _translate(found: Translation, name: str, values: list[str], options: Option
         found.args.extend([own, *values])
 
 
+def _named(adapter: str) -> str:
+    """An adapter as SGLang takes it, as `--lora-modules` does."""
+    try:
+        given = json.loads(adapter)
+        return json.dumps({"name": given["lora_name"], "path": given["lora_path"]})
+    except (ValueError, KeyError, TypeError):
+        return adapter if "=" in adapter or adapter[:1] == "{" else f"{adapter}={adapter}"
+
+
 def _verdicts(found: Translation) -> Iterator[tuple[str, bool, str]]:
     """Each adapter of `--lora-modules`, whether it would be served, and why not."""
-    from weft.cli.args import parse_lora_modules
     from weft.cli.check import check_adapter
     from weft.core.config import MAX_RANK, LoraArgs
 
