@@ -169,6 +169,15 @@ def test_nobody_goes_on_from_what_can_not_be_read(content: bytes) -> None:
     assert log.state.seq == 1
 
 
+@pytest.mark.parametrize("key", [entry_key(2), "snap/000000000001"])
+def test_what_is_different_in_a_newer_format_is_not_taken_for_damage(key: str) -> None:
+    store = Requests()
+    a_log(store, 1)
+    store.content[key] = b'{"time": "late", "ops": [["n", {"type": "unheard_of"}]], "format": 2}'
+    with pytest.raises(RegistryUnavailable, match=f"{key} .* its format is 2, and .* reads 1"):
+        store.run(Log(State(epoch=4)).boot())
+
+
 def test_a_snapshot_of_a_newer_format_is_refused() -> None:
     store = Requests()
     a_log(store, 4)

@@ -177,7 +177,7 @@ class Log:
 
     def _after(self, content: bytes) -> State:
         """The state after the entry with this content."""
-        with _reading(entry_key(self.state.seq + 1)):
+        with _reading(entry_key(self.state.seq + 1), content):
             entry = _entries.decode(content)
             if entry.format != FORMAT:
                 raise ValueError(f"its format is {entry.format}, not {FORMAT}")
@@ -207,7 +207,7 @@ class Log:
         raise RegistryUnavailable("the registry's newest snapshot is missing")
 
     def _loaded(self, key: str, content: bytes) -> State:
-        with _reading(key):
+        with _reading(key, content):
             return State.load(content)
 
     def _is_over(self, epoch: int) -> Steps[bool]:
@@ -231,12 +231,23 @@ class Log:
 
 
 @contextmanager
-def _reading(key: str) -> Iterator[None]:
+def _reading(key: str, content: bytes) -> Iterator[None]:
     """Raise RegistryUnavailable for a key that is damaged, or in a newer version's format."""
     try:
         yield
     except (ValueError, msgspec.DecodeError) as error:
-        raise RegistryUnavailable(f"{key} of the registry can't be read: {error}") from error
+        why = _other_format(content) or error
+        raise RegistryUnavailable(f"{key} of the registry can't be read: {why}") from error
+
+
+def _other_format(content: bytes) -> str | None:
+    """That the content is in another format, whatever else is different in it."""
+    try:
+        found = msgspec.json.decode(content, type=_Formatted).format
+    except msgspec.DecodeError:
+        return None
+    wanted = f"this version of Weft reads {FORMAT}"
+    return None if found == FORMAT else f"its format is {found}, and {wanted}"
 
 
 def _put(key: str, content: bytes) -> Steps[bool]:
@@ -257,6 +268,10 @@ def _list(prefix: str) -> Steps[list[str]]:
 
 def _number(key: str) -> int:
     return int(key.rpartition("/")[2])
+
+
+class _Formatted(msgspec.Struct):
+    format: int = FORMAT
 
 
 _entries = msgspec.json.Decoder(Entry)
