@@ -336,6 +336,7 @@ def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
     for flags, message in (
         (("--max-loras", "0"), "--max-loras must be at least 1"),
         (("--lora-root", f"{tmp_path}/nowhere"), "nowhere: no such folder"),
+        (("--lora-root", "~nobody-here"), "~nobody-here: no such folder"),
         (("--lora-modules", "upper"), "takes name=path"),
         (("--lora-modules", f"a={tmp_path}/nowhere"), f"'a' ({tmp_path}/nowhere): no such folder"),
         (modules, "the name is given twice"),

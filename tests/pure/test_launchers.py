@@ -369,6 +369,7 @@ def test_commands_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
     for command, message in (
         (["status"], "start one with weft cluster up"),
         (["scale", "2", "--name", "../x"], "--name takes letters"),
+        (["up", "m", "--registry", "~nobody-here/x"], "--registry ~nobody-here/x: Could not"),
         (
             ["drain", "n", "--at", "127.0.0.1:1"],
             "can't reach http://127.0.0.1:1: Connection refused",

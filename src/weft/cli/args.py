@@ -15,6 +15,7 @@ import typer
 
 from weft.core.config import KvEventsArgs
 from weft.core.errors import ConfigError
+from weft.core.folders import at_home
 from weft.registry import AdapterRoots, Sources
 from weft.registry.allowed import Allowed
 from weft.registry.contents import MAX_ADAPTER_BYTES
@@ -250,7 +251,7 @@ class ServeFlags:
             raise ConfigError(message, "tenants")
         from weft.registry.tenants_file import TenantsFile  # pydantic takes its time to import
 
-        roots = [root.expanduser().absolute() for root in self.lora_root or ()]
+        roots = [at_home(root).absolute() for root in self.lora_root or ()]
         return TenantsFile(self.tenants, roots)
 
     def fleet_args(self) -> FleetArgs | None:
@@ -296,7 +297,7 @@ class ServeFlags:
         from weft.registry.shared_tenants import SharedTenants
 
         secrets = [parse_key(key).secret.encode() for key in self.keys()]
-        roots = [root.expanduser().absolute() for root in self.lora_root or ()]
+        roots = [at_home(root).absolute() for root in self.lora_root or ()]
         return SharedTenants(shared, [sha256(secret).digest() for secret in secrets], roots)
 
     def page(self, tenants: TenantsFile | SharedTenants | None) -> bool:
@@ -325,7 +326,7 @@ class ServeFlags:
 
     def roots(self, modules: Iterable[LoraModule]) -> AdapterRoots:
         """The folders that a running server may read: --lora-root, and those of the modules."""
-        roots = [root.expanduser() for root in self.lora_root or ()]
+        roots = [at_home(root) for root in self.lora_root or ()]
         for root in roots:
             if not root.is_dir():
                 raise ConfigError(f"--lora-root {root}: no such folder", "lora_root")

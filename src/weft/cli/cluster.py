@@ -137,7 +137,12 @@ def _registry(given: str | None, folder: ClusterFolder | None) -> str:
         if folder is None:
             raise ConfigError("--on ray needs a --registry for all machines", "registry")
         return str(folder.path / "registry")
-    return given if "://" in given else str(Path(given).expanduser().absolute())
+    if "://" in given:
+        return given
+    try:
+        return str(Path(given).expanduser().absolute())
+    except RuntimeError as error:
+        raise ConfigError(f"--registry {given}: {error}", "registry") from None
 
 
 def _num_ranks(context: typer.Context, args: ClusterArgs) -> int:
@@ -168,8 +173,12 @@ def _absolute(model: str) -> str:
 def folder_of(name: str) -> ClusterFolder:
     if not name.replace("-", "").isalnum():
         raise ConfigError(f"--name takes letters, digits and -, got {name!r}", "name")
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
-    return ClusterFolder(Path(state) / "weft/clusters" / name)
+    try:
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
+    except RuntimeError as error:
+        message = f"the cluster's folder needs XDG_STATE_HOME: {error}"
+        raise ConfigError(message, "name") from None
+    return ClusterFolder(state / "weft/clusters" / name)
 
 
 def reconcile(launcher: Launcher, there: Sequence[str], wanted: Sequence[str]) -> None:

@@ -41,6 +41,7 @@ from weft.cli.demo_results import (
     table,
 )
 from weft.core.errors import ConfigError
+from weft.core.folders import at_home
 
 WORDS_EACH = 8
 """Requests for each adapter and for the base."""
@@ -76,7 +77,7 @@ def run_demo(folder: Path | None, port: int, hybrid: bool = False) -> bool:
 
 
 def _find_examples(folder: Path | None, hybrid: bool) -> Examples:
-    found = _own_examples() if folder is None else folder.expanduser()
+    found = _own_examples() if folder is None else at_home(folder)
     script, models = found / "tasks.py", found / "hybrid" if hybrid else found
     if not script.is_file() or not (models / "base").is_dir():
         raise ConfigError(

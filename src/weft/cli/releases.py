@@ -4,6 +4,7 @@ need no server: whoever can write to the registry may use them."""
 from __future__ import annotations
 
 import getpass
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -195,4 +196,8 @@ def _move(shared: SharedRegistry, name: str, entry: Name, route: Route) -> None:
 
 def actor() -> str:
     """Who runs this command, for the history."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a user without a name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

@@ -48,6 +48,14 @@ FolderState = tuple[tuple[int, ...], ...]
 Result = TypeVar("Result")
 
 
+def at_home(path: str | Path) -> Path:
+    """The path, where `~` or `~user` is a home folder, if there is such a user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 class Deadline:
     """The time by which something must be read. It moves as the sizes of files become known."""
 

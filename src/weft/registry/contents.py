@@ -168,13 +168,17 @@ def opened(folder: Path) -> Iterator[dict[str, BinaryIO]]:
 
 
 def cache_folder(images: str | None = None) -> Path | None:
-    """The folder for contents, in `images` (--adapter-cache-dir) or by default; None for `none`."""
+    """The folder for contents, in `images` (--adapter-cache-dir) or by default; None for `none`,
+    and where there is no home folder."""
     if images == "none":
         return None
     if images is not None:
         return Path(images) / "contents"
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "weft" / "contents"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return cache / "weft" / "contents"
 
 
 class Contents:

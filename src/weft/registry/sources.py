@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from weft.core.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterPathRefused
 from weft.core.files import ADAPTER_FILES, CONFIG_FILE, MAX_BYTES
-from weft.core.folders import Folder, Roots, read_aside
+from weft.core.folders import Folder, Roots, at_home, read_aside
 from weft.registry.allowed import BUCKETS, HUB, SCHEMES, WEB, Allowed
 from weft.registry.contents import MAX_ADAPTER_BYTES, Contents, cache_folder, not_kept
 from weft.registry.download import download
@@ -74,20 +74,12 @@ class AdapterRoots:
         return any(os.path.lexists(Path(root) / path) for root in self._roots.paths)
 
 
-def _at_home(path: str) -> Path:
-    """The path, where `~` or `~user` is a home folder, if there is such a user."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        return Path(path)
-
-
 class AnyFolder:
     """All folders of this machine, for those who run it; it answers as `AdapterRoots` does."""
 
     def open(self, path: str) -> Folder:
         try:
-            return Folder(str(_at_home(path).absolute()))
+            return Folder(str(at_home(path).absolute()))
         except OSError:
             raise AdapterNotFound(self.missing(path), "lora_path") from None
 
@@ -96,7 +88,7 @@ class AnyFolder:
         return f"there is no folder {path}"
 
     def contain(self, path: str) -> bool:
-        return os.path.lexists(_at_home(path))
+        return os.path.lexists(at_home(path))
 
 
 class Sources:
@@ -192,7 +184,7 @@ class Sources:
             return plain
         if self._on_hub(plain):
             return f"hf://{plain}"
-        return str(_at_home(plain).absolute())
+        return str(at_home(plain).absolute())
 
     def _on_hub(self, path: str) -> bool:
         return is_hub_id(path) and not self._folders.contain(path)
