@@ -192,6 +192,11 @@ class TestDirectory:
         with pytest.raises(ConfigError, match="can't be in"):
             open_store(str(tmp_path / "file"))
 
+    def test_what_is_in_the_way_inside_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "aside").touch()
+        with pytest.raises(ConfigError, match=f"can't be in {tmp_path}: {tmp_path}/aside: File"):
+            open_store(str(tmp_path))
+
     def test_a_path_that_leads_nowhere_is_refused(self, tmp_path: Path) -> None:
         """A typo must not start an empty registry."""
         with pytest.raises(ConfigError, match=f"there is no folder {tmp_path / 'typo'}$"):

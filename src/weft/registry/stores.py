@@ -104,7 +104,7 @@ class DirectoryStore:
                     if unfinished.stat().st_mtime < time.time() - _STALE_S:
                         unfinished.unlink()
         except OSError as error:
-            message = f"the registry can't be in {root}: {error.strerror}"
+            message = f"the registry can't be in {root}: {error.filename}: {error.strerror}"
             raise ConfigError(message, "registry") from error
 
     def reopen(self) -> DirectoryStore:
