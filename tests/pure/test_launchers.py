@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import re
 import socket
 import subprocess
@@ -360,6 +361,18 @@ def test_a_folder_that_can_t_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="can't be made: Not a directory"):
         ClusterFolder(tmp_path / "file" / "c").create(ARGS)
+
+
+def test_a_full_disk_leaves_no_empty_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ClusterFolder(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(os, "fdopen", lambda fd, _: os.close(fd) or Path("/dev/full").open("w"))
+        with pytest.raises(ConfigError, match=f"{tmp_path}/key can't be written: No space left"):
+            folder.create(ARGS)
+    folder.create(ARGS)
+    assert len(folder.key.read_text()) == 64 and folder.key.stat().st_mode & 0o77 == 0
 
 
 def test_commands_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,8 +125,7 @@ class ClusterFolder:
         except OSError as error:
             raise ConfigError(f"{self.path} can't be made: {error.strerror}", "name") from None
         if not self.key.exists():
-            with os.fdopen(os.open(self.key, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-                file.write(secrets.token_hex(32))
+            _write_whole(self.key, secrets.token_hex(32), mode=0o600)
         self.tell_members([])
         self._write(args)
 
@@ -172,8 +171,12 @@ class ClusterFolder:
         _write_whole(self._file, json.dumps(asdict(args), indent=1))
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file whose readers see either the old content or the new one."""
+def _write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file whose readers see either the old content or the new one. Raises ConfigError."""
     part = path.with_suffix(".new")
-    part.write_text(text)
-    part.replace(path)
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+            file.write(text)
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}", "name") from None
