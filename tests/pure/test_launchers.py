@@ -367,8 +367,8 @@ def test_a_full_disk_leaves_no_empty_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = ClusterFolder(tmp_path)
-    with monkeypatch.context() as full:
-        full.setattr(os, "fdopen", lambda fd, _: os.close(fd) or Path("/dev/full").open("w"))
+    with Path("/dev/full").open("w") as full_device, monkeypatch.context() as full:
+        full.setattr(os, "fdopen", lambda fd, _: os.close(fd) or full_device)
         with pytest.raises(ConfigError, match=f"{tmp_path}/key can't be written: No space left"):
             folder.create(ARGS)
     folder.create(ARGS)
@@ -382,7 +382,8 @@ def test_commands_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
     for command, message in (
         (["status"], "start one with weft cluster up"),
         (["scale", "2", "--name", "../x"], "--name takes letters"),
-        (["up", "m", "--registry", "~nobody-here/x"], "--registry ~nobody-here/x: Could not"),
+        (["up", "m", "--registry", "~nobody-here/x"], "there is no folder"),
+        (["up", "m", "--registry", "none/x"], "none/x: there is no folder"),
         (
             ["drain", "n", "--at", "127.0.0.1:1"],
             "can't reach http://127.0.0.1:1: Connection refused",

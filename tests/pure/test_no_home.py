@@ -39,4 +39,4 @@ def test_downloads_are_not_kept() -> None:
 def test_a_cluster_needs_a_folder() -> None:
     done = CliRunner().invoke(app, ["cluster", "status"])
     assert done.exit_code == 1
-    assert "the cluster's folder needs XDG_STATE_HOME" in done.stderr
+    assert "the cluster's folder needs HOME or XDG_STATE_HOME" in done.stderr

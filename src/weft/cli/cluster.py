@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import signal
 import time
 import urllib.error
@@ -25,9 +24,11 @@ from typer.core import TyperGroup
 from weft.bench.report import FILE_WIDTH
 from weft.cli.nodes_table import nodes_table
 from weft.core.errors import ConfigError, InvalidRequest, Unreachable, WeftError
+from weft.core.folders import at_home, home_folder
 from weft.fleet.launchers import NODE, ClusterArgs, ClusterFolder, Launcher, Placed
 from weft.fleet.launchers.found import find_nodes
 from weft.fleet.launchers.local import HOST, MAX_FAILED, LocalLauncher, check_port
+from weft.registry.stores import DirectoryStore
 from weft.terminal.commands import Commands
 from weft.terminal.options import Interval, ending_in_one_line, key_to_send
 from weft.terminal.plain import plain_json
@@ -137,12 +138,7 @@ def _registry(given: str | None, folder: ClusterFolder | None) -> str:
         if folder is None:
             raise ConfigError("--on ray needs a --registry for all machines", "registry")
         return str(folder.path / "registry")
-    if "://" in given:
-        return given
-    try:
-        return str(Path(given).expanduser().absolute())
-    except RuntimeError as error:
-        raise ConfigError(f"--registry {given}: {error}", "registry") from None
+    return given if "://" in given else str(at_home(given).absolute())
 
 
 def _num_ranks(context: typer.Context, args: ClusterArgs) -> int:
@@ -173,12 +169,9 @@ def _absolute(model: str) -> str:
 def folder_of(name: str) -> ClusterFolder:
     if not name.replace("-", "").isalnum():
         raise ConfigError(f"--name takes letters, digits and -, got {name!r}", "name")
-    try:
-        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
-    except RuntimeError as error:
-        message = f"the cluster's folder needs XDG_STATE_HOME: {error}"
-        raise ConfigError(message, "name") from None
-    return ClusterFolder(state / "weft/clusters" / name)
+    if state := home_folder("XDG_STATE_HOME", ".local/state"):
+        return ClusterFolder(state / "weft/clusters" / name)
+    raise ConfigError("the cluster's folder needs HOME or XDG_STATE_HOME", "name")
 
 
 def reconcile(launcher: Launcher, there: Sequence[str], wanted: Sequence[str]) -> None:
@@ -194,12 +187,12 @@ def reconcile(launcher: Launcher, there: Sequence[str], wanted: Sequence[str]) -
 def _run_local(folder: ClusterFolder, args: ClusterArgs) -> None:
     """Keep the nodes running until there are to be none, or until a signal comes."""
     console, shown = Console(markup=False), dict[str, str]()
-    if "://" not in args.registry:  # adapters can be pushed there while the nodes start
-        Path(args.registry).mkdir(parents=True, exist_ok=True)
     launcher = LocalLauncher(folder, args)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console.print(f"Nodes write to {folder.path}/*.log; Ctrl-C ends them all.", soft_wrap=True)
     try:
+        if "://" not in args.registry:  # adapters can be pushed there while the nodes start
+            DirectoryStore(Path(args.registry))
         for node_name in args.names:
             check_port(args.port_of(node_name))
         while (wanted := folder.read()).num_nodes:

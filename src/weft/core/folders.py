@@ -56,6 +56,15 @@ def at_home(path: str | Path) -> Path:
         return Path(path)
 
 
+def home_folder(variable: str, beneath: str) -> Path | None:
+    """The folder that the variable names, or else this one in the user's home folder; None if there
+    is neither."""
+    try:
+        return Path(os.environ.get(variable) or Path.home() / beneath)
+    except RuntimeError:
+        return None
+
+
 class Deadline:
     """The time by which something must be read. It moves as the sizes of files become known."""
 

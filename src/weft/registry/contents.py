@@ -31,7 +31,7 @@ from msgspec import Struct
 from weft.core.config import MAX_RANK
 from weft.core.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterUnavailable
 from weft.core.files import ADAPTER_FILES, CONFIG_FILE, MAX_BYTES, WEIGHTS_FILE, content_digest
-from weft.core.folders import Folder, Roots
+from weft.core.folders import Folder, Roots, home_folder
 
 if TYPE_CHECKING:
     from weft.checkpoint.read import AdapterFiles
@@ -174,11 +174,8 @@ def cache_folder(images: str | None = None) -> Path | None:
         return None
     if images is not None:
         return Path(images) / "contents"
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        return None
-    return cache / "weft" / "contents"
+    cache = home_folder("XDG_CACHE_HOME", ".cache")
+    return cache and cache / "weft" / "contents"
 
 
 class Contents:

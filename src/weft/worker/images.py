@@ -36,7 +36,7 @@ import torch
 
 from weft.checkpoint.pack import AdapterImage, allocate
 from weft.core.errors import ConfigError
-from weft.core.folders import open_beneath
+from weft.core.folders import home_folder, open_beneath
 from weft.core.stats import TierStats
 from weft.core.targets import ImageLayout, TargetTable
 
@@ -61,11 +61,10 @@ Bytes = npt.NDArray[np.uint8]
 
 def default_folder() -> Path:
     """The folder for images in the user's cache folder. Raises ConfigError when there is none."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:
-        message = f"--adapter-cache-dir has no default: {error}"
-        raise ConfigError(message, "adapter_cache_dir") from None
+    folder = home_folder("XDG_CACHE_HOME", ".cache")
+    if folder is None:
+        message = "--adapter-cache-dir has no default, as there is no HOME and no XDG_CACHE_HOME"
+        raise ConfigError(message, "adapter_cache_dir")
     return folder / "weft" / "adapters"
 
 
