@@ -41,6 +41,7 @@ def options() -> Options:
             " --no-enable-prefix-caching",
         ),
         ("lorax-launcher --model-id m --port 80", "m --port 80"),
+        ("vllm serve m \\\n  --port 80 \\", "m --port 80"),
         ("vllm serve m --model m --port 80", "m --port 80"),
         ("sudo vllm serve m --port 1", "m --port 1"),
         ("sudo -E docker run -p 80:80 vllm/vllm-openai --model m", "m"),
@@ -133,8 +134,10 @@ def test_a_key_in_the_environment_is_not_lost_silently(command: str) -> None:
 
 
 def test_variables_stay_variables() -> None:
-    found = translated("vllm serve $MODEL --api-key=${KEY} --revision '$x'", options())
-    assert found.command == """weft serve "$MODEL" --api-key "${KEY}" --revision '$x'"""
+    line = "vllm serve $MODEL --api-key=${KEY} --revision '$x' -tp ${TP:-2}"
+    found = translated(line, options())
+    kept = """"$MODEL" --api-key "${KEY}" --revision '$x' --tensor-parallel-size "${TP:-2}" """
+    assert found.command == f"weft serve {kept.strip()}" and not found.missing
 
 
 @pytest.mark.parametrize(

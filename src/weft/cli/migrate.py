@@ -174,9 +174,13 @@ class Translation:
     def command(self) -> str:
         return " ".join(["weft serve", *map(self.quoted, (self.base, *self.args))])
 
+    def is_expanded(self, word: str) -> bool:
+        """Whether a shell expands variables in the word, so that nobody knows yet what it says."""
+        return "$" in word and any(word in other for other in self.expanded)
+
     def quoted(self, word: str) -> str:
         """The word as a shell takes it. Its variables are expanded if the command's were."""
-        if "$" in word and any(word in other for other in self.expanded):
+        if self.is_expanded(word):
             return '"' + re.sub(r'["\\`]', r"\\\g<0>", word) + '"'
         return shlex.quote(word)
 
@@ -349,6 +353,8 @@ def _translate(found: Translation, name: str, values: list[str], options: Option
         found.missing[shown] = MISSING[name]
     elif own not in options:
         found.missing[shown] = "Weft does not know it"
+    elif any(map(found.is_expanded, values)):
+        found.args.extend([own, *values])
     elif (trouble := options.trouble(own, values)) is not None:
         found.missing[shown] = trouble
     else:

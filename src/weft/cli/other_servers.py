@@ -73,7 +73,7 @@ def server_command(line: str) -> ServerCommand:
 
 def _words(line: str) -> tuple[list[str], list[str]]:
     """The line's words, and those of them that a shell would expand. Raises ConfigError."""
-    line = re.sub(r"\\[ \t]*\n", " ", line)
+    line = re.sub(r"\\[ \t]*(\n|\Z)", " ", line)
     parts = r"""'[^']*'|\\.|"(?:\\.|[^"\\])*"|[^'"\\]+"""
     marked = re.sub(parts, _mark, line, flags=re.DOTALL)
     try:
