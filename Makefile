@@ -76,7 +76,7 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-clients $(VENV)-page site .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Again only when what is installed has changed. The constraints are the versions that were tested,
 # so pip does not search.
