@@ -119,7 +119,9 @@ def test_what_is_refused_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     world.check()
 
 
-def test_an_upload_that_has_no_place_is_unavailable(tmp_path: Path) -> None:
+def test_an_upload_that_has_no_place_is_unavailable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     sources = Sources(AdapterRoots([tmp_path]), contents=Contents(tmp_path / "file" / "cache"))
     world = World(tmp_path, byte_level(), sources=sources)
@@ -128,8 +130,10 @@ def test_an_upload_that_has_no_place_is_unavailable(tmp_path: Path) -> None:
         for query in ("", "?check=true"):
             answer = await web.http.put("/v1/adapters/a" + query, content=tar(FILES))
             assert answer.status_code == 503 and "can't be kept" in answer.text
+            assert str(tmp_path) not in answer.text
 
     run(world, scenario)
+    assert f"'{tmp_path}/file/cache/" in caplog.text
 
 
 def test_a_body_that_does_not_come(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import re
@@ -35,6 +36,8 @@ from weft.core.folders import Folder, Roots, home_folder
 
 if TYPE_CHECKING:
     from weft.checkpoint.read import AdapterFiles
+
+logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 20
 """How many bytes are read, hashed or written at a time."""
@@ -326,7 +329,9 @@ class Contents:
 
 
 def not_kept(error: OSError) -> AdapterUnavailable:
-    """The error for an adapter that can't be stored on this machine."""
+    """The error for an adapter that can't be stored on this machine. It goes to clients, so only
+    the log says where."""
+    logger.warning("adapters can't be kept: %s", error)
     message = f"the adapter's files can't be kept on this machine: {error.strerror}"
     return AdapterUnavailable(message, "lora_path")
 
