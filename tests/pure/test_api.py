@@ -527,15 +527,18 @@ def test_fields_that_ask_for_nothing_are_accepted(world: World) -> None:
 
 
 def test_too_long_tells_the_numbers(world: World) -> None:
+    """Gateways and agents know the case by these words, and then ask another model or send less."""
+
     async def scenario(web: Web) -> None:
         for body, numbers in (
-            ({"prompt": "x" * 70}, ("64", "70")),
-            ({"prompt": "x" * 10, "max_tokens": 60}, ("64", "70", "10", "60")),
+            ({"prompt": "x" * 70}, ("prompt is too long", "70")),
+            ({"prompt": "x" * 10, "max_tokens": 60}, ("70", "10", "60")),
         ):
             answer = await web.post(COMPLETE, {"model": "base", **body})
             error = answer.json()["error"]
             assert error["code"] == "context_length_exceeded"
             assert all(n in error["message"] for n in numbers), error
+            assert "this model's maximum context length is 64 tokens" in error["message"]
 
     run(world, scenario)
 

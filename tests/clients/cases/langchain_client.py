@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from shared import MODEL, REVERSED, URL, WORD, Paint, run
@@ -16,6 +17,11 @@ def one() -> None:
     assert llm.invoke(WORD).content == REVERSED
     embeddings = OpenAIEmbeddings(**OPTIONS, check_embedding_ctx_length=False)
     assert len(embeddings.embed_documents([WORD, "garden"])) == 2
+    try:
+        llm.invoke(WORD * 1000)
+    except ContextOverflowError:  # middleware would shorten the conversation
+        return
+    raise AssertionError
 
 
 def turns() -> None:

@@ -35,6 +35,11 @@ def ask(provider: str, messages: Any = ASK, **options: Any) -> Any:
 def one() -> None:
     for provider in PROVIDERS:
         assert ask(provider).choices[0].message.content == REVERSED
+        try:
+            ask(provider, [{"role": "user", "content": WORD * 1000}])
+        except litellm.ContextWindowExceededError:  # a fallback would be asked
+            continue
+        raise AssertionError
 
 
 def turns() -> None:
