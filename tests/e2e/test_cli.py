@@ -32,6 +32,9 @@ from weft.core.errors import ConfigError, Unauthorized
 from weft.core.sizes import show_bytes
 from weft.fleet.process import _Spawned
 from weft.fleet.supervisor import start_supervised
+from weft.registry.records import SetTenant
+from weft.registry.shared import SharedRegistry
+from weft.registry.stores import open_store
 from weft.registry.tenants_file import parse_tenants
 from weft.terminal.options import (
     engine_parameters,
@@ -389,6 +392,16 @@ def test_a_file_of_tenants_that_is_not_text_makes_no_registry(tmp_path: Path) ->
         file.write_bytes(content)
         line = refusal("tenants", "import", str(file), "--registry", str(registry))
         assert f"error: {file}: {why}" in line and not registry.exists()
+
+
+def test_what_a_registry_has_of_tenants_is_logged_like_all_else(tmp_path: Path) -> None:
+    registry = str(tmp_path / "registry")
+    with SharedRegistry(open_store(registry)) as shared:
+        shared.change(SetTenant("acme", '{"burst": 3}'), "")
+    flags = ("--registry", registry, "--port", "0", "--log-format", "json")
+    done = CliRunner().invoke(app, ["serve", f"{tmp_path}/none", *flags])
+    said = [json.loads(line)["message"] for line in done.stderr.splitlines() if line[:1] == "{"]
+    assert any("tenant acme is left out: tenants.acme.burst" in message for message in said)
 
 
 @pytest.mark.usefixtures("quick_engines")

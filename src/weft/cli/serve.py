@@ -86,6 +86,7 @@ def run(engine: EngineArgs, flags: ServeFlags, begun_s: float) -> None:
     Raises WeftError when that can't start."""
     leave_out_torch()  # the engine's process has it
     flags.check_needed()
+    configure_logging(flags.log_level, flags.log_format == "json")
     engine = replace(engine, kv_events=flags.kv_events())
     api = _api_settings(engine, flags)
     modules = flags.modules(api.served_model_names)
@@ -141,7 +142,6 @@ async def _run_server(start: _Start) -> None:
     """Before serving, signals cancel this task. While uvicorn serves it has the signals, and
     raises them once more afterwards: they must do nothing then, so that the engine can end."""
     flags = start.flags
-    configure_logging(flags.log_level, flags.log_format == "json")
     traces = None
     if flags.otlp_endpoint is not None:
         from weft.metrics.traces import open_traces  # needs an extra
