@@ -471,6 +471,25 @@ def test_a_broken_adapter_at_the_start_is_named(
     assert f"adapter 'mine' ({tmp_path}): use_dora" in line
 
 
+def test_what_a_command_opens_is_never_taken_for_a_closed_stream(tmp_path: Path) -> None:
+    """A server whose stderr is closed logs to nowhere, and not into a connection."""
+    program = f"""
+import sys
+from weft.__main__ import main
+sys.argv = ["weft", "--version"]
+try:
+    main()
+except SystemExit:
+    with open({str(tmp_path / "fds")!r}, "w") as file:
+        print("lost", file=sys.stderr)
+        file.write(str(file.fileno()))
+"""
+    closed = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    command = ["bash", "-c", closed, sys.executable, program]
+    done = subprocess.run(command, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0 and int((tmp_path / "fds").read_text()) > 2
+
+
 # -- Ctrl-C --------------------------------------------------------------------------------------
 
 
