@@ -160,6 +160,12 @@ def test_where_the_other_server_listens_is_told(command: str, told: list[str]) -
     assert all(words in note for words, note in zip(told, notes, strict=True))
 
 
+def test_a_pin_of_sglang_is_not_lost_silently() -> None:
+    adapter = """'{"lora_name": "a", "lora_path": "./a", "pinned": true}'"""
+    found = translated(f"sglang serve --model-path m --lora-paths {adapter}", options())
+    assert list(found.missing) == ["pinned of a"]
+
+
 def test_a_flag_of_adapters_with_a_word_that_is_none_is_shown_with_the_others() -> None:
     found = translated("vllm serve m --lora-modules a=./a b=./b c", options())
     assert found.command == "weft serve m --lora-modules a=./a b=./b c" and not found.missing

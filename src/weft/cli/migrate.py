@@ -344,7 +344,7 @@ def _translate(found: Translation, name: str, values: list[str], options: Option
     own = RENAMED.get(name, name)
     shown = shlex.join([name, *values])
     if name == "--lora-paths":  # one without a name is called by its path
-        values = [_named(value) for value in values]
+        values = [_named(found, value) for value in values]
     if own in STATED and values and values[0] in STATED[own]:
         found.left_out[shown] = "the checkpoint itself says it"
     elif name in NEEDLESS:
@@ -361,13 +361,17 @@ def _translate(found: Translation, name: str, values: list[str], options: Option
         found.args.extend([own, *values])
 
 
-def _named(adapter: str) -> str:
+def _named(found: Translation, adapter: str) -> str:
     """An adapter as SGLang takes it, as `--lora-modules` does."""
     try:
         given = json.loads(adapter)
-        return json.dumps({"name": given["lora_name"], "path": given["lora_path"]})
+        own = json.dumps({"name": given["lora_name"], "path": given["lora_path"]})
     except (ValueError, KeyError, TypeError):
         return adapter if "=" in adapter or adapter[:1] == "{" else f"{adapter}={adapter}"
+    if given.get("pinned"):
+        again = 'load it again with "pinned": true when the server runs'
+        found.missing[f"pinned of {given['lora_name']}"] = again
+    return own
 
 
 def _verdicts(found: Translation) -> Iterator[tuple[str, bool, str]]:
