@@ -62,6 +62,15 @@ class ContextLengthExceeded(InvalidRequest):
     kind = "context_length_exceeded"
 
 
+MAXIMUM = "this model's maximum context length is"
+
+
+def too_long(what: str, limit: int) -> str:
+    """The words by which agents and gateways, such as Claude Code, LangChain and litellm, know that
+    they have to shorten a conversation or to ask another model."""
+    return f"{what} is too long: {MAXIMUM} {limit} tokens, and the {what}"
+
+
 class RequestRefused(InvalidRequest):
     kind = "request_refused"
 

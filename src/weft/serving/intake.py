@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from weft.core.adapters import ClassHead, WeightedAdapter
-from weft.core.errors import ContextLengthExceeded, InvalidRequest, shown
+from weft.core.errors import MAXIMUM, ContextLengthExceeded, InvalidRequest, shown, too_long
 from weft.core.requests import EngineRequest, Pooling
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineInfo
@@ -251,7 +251,7 @@ class Intake:
         at_least = num_chars // tokenizer.max_chars_per_token
         if at_least > self.max_model_len:
             raise ContextLengthExceeded(
-                f"{_too_long('prompt', self.max_model_len)} has at least {at_least}",
+                f"{too_long('prompt', self.max_model_len)} has at least {at_least}",
                 field_name,
             )
 
@@ -334,7 +334,7 @@ class Intake:
             self.check_ids(prompt_ids, prompt_field, pinned.language)
             if (count := len(prompt_ids)) > self.max_model_len:
                 raise ContextLengthExceeded(
-                    f"{_too_long('input', self.max_model_len)} has {count}",
+                    f"{too_long('input', self.max_model_len)} has {count}",
                     prompt_field,
                 )
         lease = pinned.lease
@@ -378,29 +378,20 @@ class Intake:
         room = limit - num_prompt
         if room < 1:
             raise ContextLengthExceeded(
-                f"{_too_long('prompt', limit)} has {num_prompt}; at least one must be left for the"
+                f"{too_long('prompt', limit)} has {num_prompt}; at least one must be left for the"
                 " answer",
                 prompt_field,
             )
         wanted = room if params.max_tokens is None else params.max_tokens
         if wanted > room and asked_in is not None:
             raise ContextLengthExceeded(
-                f"{_MAXIMUM} {limit} tokens, and {num_prompt + wanted} are asked for: {num_prompt}"
+                f"{MAXIMUM} {limit} tokens, and {num_prompt + wanted} are asked for: {num_prompt}"
                 f" in the prompt and {wanted} for the answer",
                 asked_in,
             )
         if wanted > room or params.max_tokens is None:
             return replace(params, max_tokens=min(wanted, room))
         return params
-
-
-_MAXIMUM = "this model's maximum context length is"
-
-
-def _too_long(what: str, limit: int) -> str:
-    """The words by which agents and gateways, such as Claude Code, LangChain and litellm, know that
-    they have to shorten a conversation or to ask another model."""
-    return f"{what} is too long: {_MAXIMUM} {limit} tokens, and the {what}"
 
 
 def _check_text(text: str, field_name: str) -> None:
