@@ -55,7 +55,6 @@ SLOTS = {
     "one for all": [0] * 33,
     "many": [-1, *[0] * 20, *[1] * 17, *[2] * 16, *[3] * 10],
     "more": [*[-1] * 9, *[0] * 50, *[1] * 40, *[3] * 29],
-    "most": [*[0] * 100, *[1] * 90, *[2] * 66],
 }
 ROWS = pytest.mark.parametrize("slots", list(SLOTS.values()), ids=list(SLOTS))
 
