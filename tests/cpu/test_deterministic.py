@@ -8,11 +8,13 @@ import sys
 
 import pytest
 import torch
-from continuing import assert_same_bits_at_any_cut
+from continuing import assert_same_bits_at_any_cut, run
 from engines import MakeLLM
 
+from weft import SamplingParams
 from weft.core.config import ModelArgs
 from weft.core.errors import ConfigError
+from weft.core.requests import EngineRequest, Pooling
 from weft.kernels.linear import product
 
 INTERPRETED = pytest.mark.skipif(
@@ -26,6 +28,20 @@ INTERPRETED = pytest.mark.skipif(
 )
 def test_any_cut_gives_the_same_bits(make_llm: MakeLLM, dtype: str) -> None:
     assert_same_bits_at_any_cut(make_llm, dtype=dtype)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_any_chunks_give_a_vector_of_the_same_bits(make_llm: MakeLLM, pooling: Pooling) -> None:
+    prompt = [(7 * i) % 60 + 4 for i in range(45)]
+    request = EngineRequest("a", prompt, SamplingParams(max_tokens=1), seed=0, pooling=pooling)
+    vectors = set[bytes | None]()
+    for most in (64, 12, 7):
+        options = {"max_num_batched_tokens": most, "max_num_seqs": 2}
+        llm = make_llm(adapters={}, dtype="float32", deterministic=True, **options)
+        (events,) = run(llm, [request]).values()
+        vectors.add(events[0].vector)
+    assert None not in vectors
+    assert len(vectors) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

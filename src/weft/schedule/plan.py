@@ -13,7 +13,7 @@ from weft.core.requests import Pooling, TokenLogprob
 from weft.core.sampling import SamplingParams
 from weft.schedule.slots import Load
 
-Vector = NDArray[np.float32]
+Vector = NDArray[np.float64]
 Words = NDArray[np.int32]
 """A mask of the tokens that may be chosen: bit t % 32 of word t // 32 is set for token t."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
 from weft.schedule.plan import Vector
 
@@ -42,7 +40,7 @@ class PromptOutput:
     def into(self, event: TokenEvent) -> TokenEvent:
         """The first event with these results. The token of a pooled request is dropped."""
         if self._sum is not None:
-            vector = (self._sum / np.float32(self._count)).astype("<f4").tobytes()
+            vector = (self._sum / self._count).astype("<f4").tobytes()
             event = event._replace(token_ids=[], finish_reason="stop", vector=vector)
         if self.num_logprobs >= 0:
             event = event._replace(prompt_logprobs=[None, *self._logprobs])

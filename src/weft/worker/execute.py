@@ -31,7 +31,10 @@ from weft.worker.sizes import token_sizes
 from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
 
 PROMPT_ROWS = 256
-"""How many positions of prompts have their logits computed at a time, for log-probabilities."""
+"""How many positions of prompts have their logits computed, or their hidden states summed, at a
+time."""
+GRAIN = 2.0**-28
+"""Hidden states are rounded to whole multiples of this before they are summed."""
 
 
 class StepExecutor:
@@ -243,7 +246,12 @@ class StepExecutor:
 
 
 def _pooled(hidden_TI: Tensor, pooled: Sequence[PooledRows]) -> Tensor:
-    """For each of `pooled`, the sum of its rows' hidden states: fp32 (P, I). A sum has the same
-    bits whatever else is in the step."""
-    sums = [hidden_TI[rows.first : rows.end].sum(0, dtype=torch.float32) for rows in pooled]
-    return torch.stack(sums)
+    """For each of `pooled`, the sum of its rows' hidden states: fp64 (P, I). Sums of multiples of
+    GRAIN are exact, so the sum over a prompt has the same bits however it is cut into chunks."""
+    return torch.stack([_exact_sum(hidden_TI[rows.first : rows.end]) for rows in pooled])
+
+
+def _exact_sum(rows_TI: Tensor) -> Tensor:
+    parts = torch.split(rows_TI, PROMPT_ROWS)
+    sums = [(part_TI.double() / GRAIN).round().sum(0) for part_TI in parts]
+    return torch.stack(sums).sum(0) * GRAIN

@@ -110,7 +110,7 @@ class Sampled:
     logprobs: Logprobs | None
     prompt: Logprobs | None
     pooled_PI: Tensor | None = None
-    """fp32, a sum of hidden states for each of the step's `PooledRows`."""
+    """fp64, a sum of hidden states for each of the step's `PooledRows`."""
     drafts_DK: Tensor | None = None
     """int64, for the requests in `StepInputs.drafts`."""
 
