@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from adapter_kinds import FAMILIES, KINDS, make_adapter, make_base
 from continuing import assert_same_bits_at_any_cut, run
 from engines import MakeLLM
+from handed_in import CONFIG, WEIGHTS
 
 from weft import SamplingParams
+from weft.checkpoint.read import AdapterFiles
 from weft.core.config import ModelArgs
 from weft.core.errors import ConfigError
 from weft.core.requests import EngineRequest, Pooling
@@ -42,6 +47,24 @@ def test_any_chunks_give_a_vector_of_the_same_bits(make_llm: MakeLLM, pooling: P
         vectors.add(events[0].vector)
     assert None not in vectors
     assert len(vectors) == 1
+
+
+def test_an_image_has_the_same_bits_wherever_the_file_is_in_memory(
+    make_llm: MakeLLM, tmp_path: Path
+) -> None:
+    base = make_base(FAMILIES["llama"], tmp_path / "base")
+    make_adapter(base, KINDS["DoRA"], tmp_path / "dora")
+    config, weights = ((tmp_path / "dora" / name).read_bytes() for name in (CONFIG, WEIGHTS))
+    llm = make_llm(tmp_path / "base", {}, skip_tokenizer_init=True, deterministic=True)
+    images = set[bytes]()
+    for start in range(0, 64, 4):
+        memory = np.zeros(len(weights) + 128, np.uint8)
+        begin = start - memory.ctypes.data % 64 + 64
+        memory[begin : begin + len(weights)] = np.frombuffer(weights, np.uint8)
+        files = AdapterFiles(config, memoryview(memory)[begin : begin + len(weights)])
+        image = llm._client.engine._worker.adapters.packer.pack_adapter(files)
+        images.add(image.data.view(torch.uint8).numpy().tobytes())
+    assert len(images) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -206,7 +206,9 @@ def _dora_scale(
 ) -> torch.Tensor:
     """The magnitudes over the lengths of the rows of W + scaling B A."""
     assert parts.a is not None and parts.b is not None
-    a, b = tensor_of(parts.a.array).float(), tensor_of(parts.b.array).float() * parts.scaling
+    # A copy, as the bits of products may depend on where in memory their factors begin.
+    a = tensor_of(parts.a.array).to(torch.float32, copy=True)
+    b = tensor_of(parts.b.array).float() * parts.scaling
     if parts.target.kind in ("embedding", "head"):
         squares = row_squares(_token_weight(parts.target, base, replaced), a, b)
     else:
