@@ -290,3 +290,39 @@ print(len(made), max(kernel.metadata.shared for kernel in made))
 """
     num, most = map(int, run_without_device(tmp_path, code).split())
     assert num == 2 and most <= kib << 10
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("capability", "kib"), [(80, 163), (89, 99), (90, 227)])
+def test_a_gated_mlp_with_adapters_compiles(
+    run_without_device: RunWithoutDevice, tmp_path: Path, capability: int, kib: int
+) -> None:
+    support = Path(__file__).parents[1] / "support"
+    code = f"""
+import sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from weft.kernels.compiling import compiling_ahead
+from weft.kernels.lora import AdapterPool, gluon_activate
+sys.path.append({str(support)!r})
+from tables import build_table
+
+type(driver.active).get_current_target = lambda self: GPUTarget("cuda", {capability}, 32)
+table = build_table(
+    [("linear", 128, [("gate", 512), ("up", 512)]), ("linear", 512, [("down", 128)])]
+)
+pool = AdapterPool(table, 8, 2, torch.bfloat16, torch.device("cpu"))
+work, tiles = torch.zeros(2, 4, 1024), torch.zeros(4, 4, dtype=torch.int32)
+for dtype in (torch.bfloat16, torch.float16):
+    pool.arena = pool.arena.to(dtype)
+    with compiling_ahead():
+        gluon_activate.launch(
+            torch.zeros(4, 1024, dtype=dtype), *work, tiles, pool, *table.groups,
+            gelu=dtype == torch.float16, part=256, max_parts=16, early={capability >= 90},
+        )
+kernels = gluon_activate._activate.device_caches[0][0].values()
+print(len(kernels), max(kernel.metadata.shared for kernel in kernels))
+"""
+    num, most = map(int, run_without_device(tmp_path, code).split())
+    assert num == 2 and most <= kib << 10

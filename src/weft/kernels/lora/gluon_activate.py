@@ -7,8 +7,9 @@ up to the first half of the adapters' part of down.
                                                                x A^T = v of down
 
 So y is read once and not written again, and x of down is multiplied by A where it is made. All of
-it lies in registers: the columns of a tile are taken in the order in which a thread finds eight of
-them in memory.
+it lies in registers, as columns are taken in the order in which a thread finds eight of them in
+memory. Sums have another order than in the kernels of `weft.kernels.lora.triton_tiles`, so that a
+pool which is deterministic does without this one.
 
 Shapes: T token rows, F columns of gate, of up and of down's inputs, R ranks of an adapter's down, W
 floats of workspace a row. Tiles, tables and workspaces are as in `weft.kernels.lora.triton_tiles`.
@@ -24,15 +25,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from weft.core.config import MAX_RANK
 from weft.core.targets import Group
+from weft.kernels.gluon_base import barrier, order
 from weft.kernels.lora import triton_tiles
 from weft.kernels.lora.base import AdapterPool
-from weft.kernels.quant.gluon_packed import barrier, order
 from weft.kernels.triton_base import INTERPRETED, launch_options, processors
 
 _read_tile = gluon.jit(triton_tiles.read_tile.fn)
-_sum_of = gluon.jit(triton_tiles.sum_of.fn)
 _parts_of = gluon.jit(triton_tiles.parts_of.fn)
-_aligned = gluon.jit(triton_tiles._aligned.fn)
 
 _BLOCKS = gl.constexpr(MAX_RANK // 16)
 """Blocks of 16 ranks that a slice can have."""
@@ -217,12 +216,12 @@ def _tile(
     t = (row + m).to(gl.int64)
     PAIRS: gl.constexpr = _pairs_layout(WARPS)
     INT: gl.constexpr = gl.pointer_type(gl.int32)
-    m2 = gl.arange(0, 16, layout=gl.SliceLayout(1, PAIRS))[:, None]
-    f2 = gl.arange(0, STEP // 2, layout=gl.SliceLayout(0, PAIRS))[None, :]
+    pair_row = gl.arange(0, 16, layout=gl.SliceLayout(1, PAIRS))[:, None]
+    pair = gl.arange(0, STEP // 2, layout=gl.SliceLayout(0, PAIRS))[None, :]
     half = F // 8 * 4
-    y_at = y_ptr.to(INT, bitcast=True) + (row + m2).to(gl.int64) * (2 * half) + f2
+    y_at = y_ptr.to(INT, bitcast=True) + (row + pair_row).to(gl.int64) * (2 * half) + pair
     out_at = out_ptr + t * F + f
-    a_at = a_at.to(INT, bitcast=True) + m2 * half + f2
+    a_at = a_at.to(INT, bitcast=True) + pair_row * half + pair
     gate_at = arena_ptr + b_offsets[0] // _ALIGN * _ALIGN
     up_at = arena_ptr + b_offsets[1] // _ALIGN * _ALIGN
     each, parts = _parts_of(gl.maximum(R, 1), F, W, PART, MAX_PARTS)
@@ -232,12 +231,12 @@ def _tile(
     first = begin * parts // MAX_PARTS * each
     last = gl.minimum(end * parts // MAX_PARTS * each, num_steps)
     at = first * (STEP // 2)
-    ok = (m2 < rows) & (at + f2 < half)
+    ok = (pair_row < rows) & (at + pair < half)
     gate = gl.load(y_at + at, mask=ok, other=0)
     up = gl.load(y_at + half + at, mask=ok, other=0)
     b_gate = _load_b(gate_at, 2 * at + o, 0, ranks[0], F, B, MULTIPLE)
     b_up = _load_b(up_at, 2 * at + o, 0, ranks[1], F, B, MULTIPLE)
-    a = gl.load(a_at + at, mask=(m2 < R) & (at + f2 < half), other=0)
+    a = gl.load(a_at + at, mask=(pair_row < R) & (at + pair < half), other=0)
     most = gl.maximum(gl.maximum(ranks[0], ranks[1]), 1)
     _sum_parts(vs, 0, work_ptr, row, rows, 0, ranks[0], most, ranks, K, W, PART, MAX_PARTS, PARTS)
     _sum_parts(
@@ -273,12 +272,12 @@ def _tile(
         # What the next step reads is asked for before this one's values are computed.
         at = (step + 1) * (STEP // 2)
         until = gl.where(step + 1 < last, half, 0)
-        ok = (m2 < rows) & (at + f2 < until)
+        ok = (pair_row < rows) & (at + pair < until)
         gate = gl.load(y_at + at, mask=ok, other=0)
         up = gl.load(y_at + half + at, mask=ok, other=0)
         b_gate = _load_b(gate_at, 2 * at + o, 0, ranks[0], 2 * until, B, MULTIPLE)
         b_up = _load_b(up_at, 2 * at + o, 0, ranks[1], 2 * until, B, MULTIPLE)
-        a = gl.load(a_at + at, mask=(m2 < R) & (at + f2 < until), other=0)
+        a = gl.load(a_at + at, mask=(pair_row < R) & (at + pair < until), other=0)
         x = _rounded(_activated(sum_gate, sum_up, GELU), y_ptr)
         there = (m < rows) & (step * STEP + f < F)
         gl.store(out_at + step * STEP, _from_order(x, WARPS, ROWS), mask=there)
@@ -286,19 +285,17 @@ def _tile(
         if ((step + 1) % each == 0) | (step == num_steps - 1):
             gl.store(v_at + step // each * stride, gl.sum(v, 0), mask=(m_v < rows) & (r_v < R))
             v = no_v
-    for r0 in range(16, R, 16):
+    for r0 in range(16, R, 16):  # of x that this thread has written
         for step in range(first, last):
-            at = step * STEP
-            x = gl.load(out_at + at, mask=(m < rows) & (at + f < F), other=0.0)  # its own thread's
-            there = (r0 + m2 < R) & (at // 2 + f2 < half)
-            a = gl.load(a_at + r0 * half + step * (STEP // 2), mask=there, other=0)
-            v = _times_a(_in_order(x, WARPS, MMA), _unpacked(a, y_ptr), v, WARPS, SHRINK)
+            there = (m < rows) & (step * STEP + f < F)
+            x = _in_order(gl.load(out_at + step * STEP, mask=there, other=0.0), WARPS, MMA)
+            at = step * (STEP // 2)
+            there = (r0 + pair_row < R) & (at + pair < half)
+            a = gl.load(a_at + r0 * half + at, mask=there, other=0)
+            v = _times_a(x, _unpacked(a, y_ptr), v, WARPS, SHRINK)
             if ((step + 1) % each == 0) | (step == num_steps - 1):
-                gl.store(
-                    v_at + step // each * stride + r0,
-                    gl.sum(v, 0),
-                    mask=(m_v < rows) & (r0 + r_v < R),
-                )
+                place = v_at + step // each * stride + r0
+                gl.store(place, gl.sum(v, 0), mask=(m_v < rows) & (r0 + r_v < R))
                 v = no_v
 
 

@@ -15,7 +15,8 @@ takes the same share of all tiles' work.
 A row's result is a function of its input and its adapter alone, to the bit: how K is cut depends on
 K and R; every part is summed from its first element to its last with the same matrix instruction,
 the parts in order, then the ranks in order; and the rows of a tile don't affect each other. Which
-program does which work changes no sum.
+program does which work changes no sum. Only the first half of a gated MLP of many rows is computed
+in another way, unless rows must be deterministic: see `weft.kernels.lora.gluon_activate`.
 
 Products are accumulated in fp32. With 16-bit matrices, v enters the second product as the sum of
 two 16-bit numbers, which keeps 16 bits of it or more; y is rounded once.

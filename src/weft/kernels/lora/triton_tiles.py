@@ -10,7 +10,7 @@ v[t] as (parts, R rounded up to 16), `a_offset` int64 (S, G), `b_offset` int64 a
 (S, L).
 
 How sums are cut is decided here alone, so that v and delta have the same bits whatever kernel
-they come from and whatever else is in a batch.
+they come from and whatever else is in a batch (but for `weft.kernels.lora.gluon_activate`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Products of few rows with packed weights on NVIDIA GPUs: see `weft.kernels.quant.packed`.
 
-The kernel is in Gluon, the part of Triton in which it is said which registers hold what. Words come
-from memory straight into the registers in which the matrix units want the values that are made of
-them, and never lie in shared memory. Each warp takes blocks of K of its own, so that no warp has a
-long way, and reads its first one before the kernel ahead has ended. The columns of a chunk are
-taken in the order in which a thread finds them in 16 bytes of words, and x in the same order.
+The kernel is in Gluon. Words come from memory straight into the registers in which the matrix units
+want the values that are made of them, and never lie in shared memory. Each warp takes blocks of K
+of its own, so that no warp has a long way, and reads its first one before the kernel ahead has
+ended. The columns of a chunk are taken in the order in which a thread finds them in 16 bytes of
+words, and x in the same order.
 
 Shapes: T token rows, O outputs, K inputs, G groups of inputs.
 """
@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from weft.kernels.gluon_base import barrier, order
 from weft.kernels.quant.packed import PackedMatrix, step_of
 from weft.kernels.quant.triton_values import code_of
 from weft.kernels.triton_base import (
@@ -27,18 +28,6 @@ from weft.kernels.triton_base import (
     starts_early,
 )
 from weft.kernels.triton_linear import Launched, next_turn
-
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.6 has the latter
-
-
-@gluon.jit
-def order(INSTRUCTION: gl.constexpr, WARPS: gl.constexpr):
-    """An instruction that says when this kernel and its neighbours start."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    each = gl.full([32 * WARPS], 0, gl.int32, layout=layout)
-    gl.inline_asm_elementwise(
-        INSTRUCTION + "; mov.u32 $0, $1;", "=r,r", [each], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.core.numbers import cdiv
-from weft.kernels.quant.gluon_packed import barrier, order
+from weft.kernels.gluon_base import barrier, order
 from weft.kernels.quant.packed import COLUMNS, ROWS, PackedMatrix, step_of
 from weft.kernels.quant.triton_values import code_of
 from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
