@@ -40,6 +40,7 @@ from weft.models.loading import device_of
 
 ROWS = tuned.ROWS
 FORMS = (
+    Cut(64, 1, 5),
     Cut(64, 1, 6),
     Cut(128, 1, 3),
     Cut(128, 1, 4),
@@ -63,7 +64,7 @@ PROGRAMS = (0.9, 4.5)
 more, the parts of K get small."""
 SHARED_BYTES = 220 << 10
 """The most shared memory that a program may take."""
-MANY_ROWS = (128, 1024)
+MANY_ROWS = (256, 1024)
 BLOCKS: Mapping[str, tuple[int, ...]] = {
     "columns": (64, 256),
     "expand_programs": (2, 8),
