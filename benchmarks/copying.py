@@ -11,6 +11,7 @@ in the cache folder.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import time
@@ -109,5 +110,6 @@ def _train(task: str, most_steps: int, good_loss: float, rows: int = 8) -> Llama
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="Train both models, unless they are there.").parse_args()
     for task in TASKS:
         print(trained(task))

@@ -14,7 +14,7 @@ import torch
 
 from weft.core.adapters import AdapterRef, WeightedAdapter
 from weft.core.config import engine_args
-from weft.core.errors import ConfigError, InvalidRequest, ModelNotFound
+from weft.core.errors import ConfigError, InvalidRequest, ModelNotFound, check_switches
 from weft.core.requests import EngineRequest, FinishReason, TokenLogprob
 from weft.core.sampling import SamplingParams, as_int
 from weft.core.stats import EngineStats
@@ -159,8 +159,9 @@ class LLM:
 
         With `replace`, it becomes a new version of a name that has other content.
         Content stays on the device while any of its names is loaded with `pinned`.
-        Raises AdapterError.
+        Raises AdapterError, InvalidRequest.
         """
+        check_switches(replace=replace, pinned=pinned)
         return self._free.run(self._publisher.load(name, str(path), replace, pinned))
 
     def publish_adapter(
@@ -180,8 +181,9 @@ class LLM:
         Both arguments are copied and checked like files, but B may be zero everywhere, as before
         the first step of a training. Equal content is the same version, wherever it comes from.
         Its image stays on the host until it is unloaded or replaced.
-        Raises AdapterError.
+        Raises AdapterError, InvalidRequest.
         """
+        check_switches(pinned=pinned)
         executor = self._free
         publishing = self._publisher.publish(
             name,

@@ -7,7 +7,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from weft.core.errors import AdapterInvalid, AdapterNotFound, ConfigError, InvalidRequest
+from weft.core.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    ConfigError,
+    InvalidRequest,
+    check_switches,
+)
 from weft.core.files import CONFIG_FILE, WEIGHT_FILES, WEIGHTS_FILE
 
 if TYPE_CHECKING:
@@ -55,7 +61,8 @@ def publish(
     if not isinstance(cast(object, registry), str | Path | SharedRegistry):
         message = f"registry must be a folder or a bucket, got {registry!r:.100}"
         raise ConfigError(message, "registry")
-    _check_types(metadata, release=release, pinned=pinned)
+    check_switches(release=release, pinned=pinned)
+    _check_texts(metadata, actor)
     if isinstance(adapter, Mapping):
         files, source = files_of_tensors(config, adapter), ""
     else:
@@ -78,17 +85,16 @@ def publish(
     return version
 
 
-def _check_types(metadata: Mapping[str, str] | None, **switches: bool) -> None:
+def _check_texts(metadata: Mapping[str, str] | None, actor: str) -> None:
     """Raises InvalidRequest."""
+    if not isinstance(cast(object, actor), str):
+        raise InvalidRequest(f"actor must be a text, got {actor!r:.100}", "actor")
     if not isinstance(cast(object, metadata), Mapping | None):
         raise InvalidRequest(f"metadata must be a mapping, got {metadata!r:.100}", "metadata")
     for part in (part for item in (metadata or {}).items() for part in item):
         if not isinstance(cast(object, part), str):
             message = f"metadata must hold texts by name, got {part!r:.100}"
             raise InvalidRequest(message, "metadata")
-    for field, value in switches.items():
-        if not isinstance(cast(object, value), bool):
-            raise InvalidRequest(f"{field} must be true or false, got {value!r:.100}", field)
 
 
 def _described(put: Version, source: str, base: str, metadata: Mapping[str, str]) -> Version:

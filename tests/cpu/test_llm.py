@@ -213,6 +213,13 @@ def test_unknown_adapter(llm: LLM, name: str) -> None:
     assert llm.stats() == before
 
 
+@pytest.mark.parametrize("switch", [{"replace": "no"}, {"pinned": 1}])
+def test_switches_of_other_types(llm: LLM, switch: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        llm.load_adapter("another", ADAPTERS / "upper", **switch)
+    assert refused.value.param in switch
+
+
 @pytest.mark.parametrize(
     "prompt",
     [

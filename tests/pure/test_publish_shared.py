@@ -91,7 +91,7 @@ def test_arguments_of_other_types_are_refused_by_name(
             weft.publish(registry, name, folder, metadata=metadata)
         assert error.value.param == param
     flags: dict[str, Any]
-    for flags in ({"release": "no"}, {"pinned": None}):
+    for flags in ({"release": "no"}, {"pinned": None}, {"actor": 3}):
         with pytest.raises(InvalidRequest) as refused:
             weft.publish("registry", "a", folder, **flags)
         assert refused.value.param in flags

@@ -222,6 +222,13 @@ def shown(value: object) -> str:
         return f"a very long {type(value).__name__}"
 
 
+def check_switches(**switches: object) -> None:
+    """Raises InvalidRequest for an argument, by its name, that is neither True nor False."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise InvalidRequest(f"{name} must be true or false, got {shown(value)}", name)
+
+
 def to_wire(error: BaseException) -> tuple[str, str, str | None]:
     """`(kind, message, param)`; anything that is not a WeftError becomes a server error."""
     if isinstance(error, WeftError):
