@@ -216,7 +216,7 @@ def test_unknown_adapter(llm: LLM, name: str) -> None:
 @pytest.mark.parametrize("switch", [{"replace": "no"}, {"pinned": 1}])
 def test_switches_of_other_types(llm: LLM, switch: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        llm.load_adapter("another", ADAPTERS / "upper", **switch)
+        llm.load_adapter("another", ADAPTERS["upper"], **switch)
     assert refused.value.param in switch
 
 
