@@ -145,7 +145,7 @@ def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         body()
         return 1e-6
 
-    monkeypatch.setattr(triton_linear, "FEW_ROWS", 2)
+    monkeypatch.setattr(triton_linear, "MOST_ROWS", 2)
     plan = KernelPlan((2, 3), ("identical",), rank=4, repeats=1, seed=0)
     with torch.inference_mode():
         ground = bed.Bed("small", CPU, 4, 1)

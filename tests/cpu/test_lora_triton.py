@@ -222,7 +222,7 @@ def test_tables_are_read_at_each_step() -> None:
 def test_more_rows_than_reserved() -> None:
     pool = make_pool(RANKS, torch.float32)
     backend = kernels.TritonBackend(pool, TUNING)
-    slots = [-1, *[0] * (kernels.FEW_ROWS // 2), 2, *[3] * kernels.FEW_ROWS]
+    slots = [-1, *[0] * (kernels.MOST_ROWS // 2), 2, *[3] * kernels.MOST_ROWS]
     inputs = make_inputs(pool, len(slots))
     check(pool, slots, inputs, run(backend, slots, inputs))
 

@@ -177,7 +177,7 @@ def test_any_number_of_blocks_of_64_inputs(outputs: int) -> None:
 def test_what_it_is_not_for() -> None:
     """More rows than a few, widths that don't fit: the caller takes another way."""
     weight = torch.randn(128, 128)
-    for x in (torch.randn(kernels.FEW_ROWS + 1, 128), torch.randn(0, 128)):
+    for x in (torch.randn(kernels.MOST_ROWS + 1, 128), torch.randn(0, 128)):
         assert kernels.cut_of(x, weight) is None
         check_product(kernels.linear(x, weight, None), x, weight)
     assert kernels.cut_of(torch.randn(3, 96), torch.randn(128, 96)) is None

@@ -228,11 +228,11 @@ class _KernelWork:
         if not HAS_TRITON:
             return ("linear",)
         from weft.kernels.lora.triton import TritonStep
-        from weft.kernels.triton_linear import FEW_ROWS
+        from weft.kernels.triton_linear import MOST_ROWS
 
         if not isinstance(self._steps[0], TritonStep):
             return ("linear",)
-        return ("linear", "shrink", "expand") if self._batch > FEW_ROWS else ("linear",)
+        return ("linear", "shrink", "expand") if self._batch > MOST_ROWS else ("linear",)
 
     def time(self, kernel: Kernel, products: Sequence[LayerProduct], timer: Timer) -> Timing:
         errors = [self._deviation(kernel, product) for product in products]

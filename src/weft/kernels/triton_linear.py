@@ -39,8 +39,9 @@ from weft.kernels.triton_base import (
 )
 from weft.kernels.tuned import Cut
 
-FEW_ROWS = 128
-"""Up to so many rows, a product is as fast as a library's."""
+FEW_ROWS, MOST_ROWS = 64, 128
+"""Up to so many rows, these products are faster than a library's; and up to so many if adapters are
+computed beside them."""
 
 
 @triton.jit(do_not_specialize=["T", "turn"])
@@ -173,9 +174,11 @@ def _has_room(device: torch.device) -> bool:
     return bool(found >= 200 << 10)
 
 
-def cut_of(x_TK: Tensor, weight_OK: Tensor, deterministic: bool = False) -> Cut | None:
-    """How to cut a product; None where another kernel is better, or this one can't."""
-    if not 0 < len(x_TK) <= FEW_ROWS or not _can_cut(weight_OK) or x_TK.stride(1) != 1:
+def cut_of(
+    x_TK: Tensor, weight_OK: Tensor, deterministic: bool = False, most_rows: int = MOST_ROWS
+) -> Cut | None:
+    """How to cut a product; None for more than `most_rows`, or if this kernel can't compute it."""
+    if not 0 < len(x_TK) <= most_rows or not _can_cut(weight_OK) or x_TK.stride(1) != 1:
         return None
     cut = _cut(weight_OK, len(x_TK))
     if not deterministic:
@@ -230,10 +233,10 @@ def _cut(weight_OK: Tensor, num_rows: int) -> Cut:
 
 def _split(weight_OK: Tensor) -> int:
     """How many parts K has in all deterministic products with a weight: as many as it has with few
-    rows, if it can have them with FEW_ROWS too."""
+    rows, if it can have them with MOST_ROWS too."""
     O, K = weight_OK.shape  # noqa: E741
     split = _cut(weight_OK, 1).split if _can_cut(weight_OK) else 1
-    while split > 1 and not Cut(_step(weight_OK), split, 3).fits(FEW_ROWS, O, K):
+    while split > 1 and not Cut(_step(weight_OK), split, 3).fits(MOST_ROWS, O, K):
         split -= 1
     return split
 
@@ -242,7 +245,7 @@ def linear(
     x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, deterministic: bool = False
 ) -> Tensor:
     """`x W^T + b`, (T, O)."""
-    cut = cut_of(x_TK, weight_OK, deterministic)
+    cut = cut_of(x_TK, weight_OK, deterministic, FEW_ROWS)
     if cut is not None:
         return launch(x_TK, weight_OK, bias_O, cut, None).y_TO
     if deterministic and len(x_TK):

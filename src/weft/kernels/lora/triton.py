@@ -48,7 +48,7 @@ from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
 from weft.kernels.lora.triton_tiles import EXPERT
 from weft.kernels.ops import Activation, ClampedSwiglu, Pending, Product
 from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
-from weft.kernels.triton_linear import FEW_ROWS
+from weft.kernels.triton_linear import MOST_ROWS
 from weft.kernels.tuned import Blocks
 
 
@@ -96,10 +96,10 @@ class TritonBackend:
         """Flags by which products and what runs beside them tell each other how far they are."""
         linear = [g for g in pool.table.groups if g.kind == "linear"]
         self.delta = self._work.new_empty(
-            FEW_ROWS * max((g.out_features for g in linear), default=0)
+            MOST_ROWS * max((g.out_features for g in linear), default=0)
         )
         """What adapters add to the product that is under way."""
-        self.share = self._work.new_full((FEW_ROWS * max(map(_shared, linear), default=0),), -0.0)
+        self.share = self._work.new_full((MOST_ROWS * max(map(_shared, linear), default=0),), -0.0)
         """The same where a rank's part of B is for some columns: -0, which changes no bit of what
         it is added to, for all others."""
         self.exchange: RankExchange | None = None
@@ -107,7 +107,7 @@ class TritonBackend:
             self.exchange = RankExchange(
                 pool.ranks.more_inboxes(4 * self.row_floats), pool.ranks.rank
             )
-        self.reserve(FEW_ROWS)
+        self.reserve(MOST_ROWS)
 
     def reserve(self, num_rows: int) -> bool:
         """Make room for steps of that many rows; if there was less, what was captured is void."""

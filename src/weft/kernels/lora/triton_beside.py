@@ -39,7 +39,7 @@ from weft.kernels.triton_base import (
     starts_early,
     wait_for,
 )
-from weft.kernels.triton_linear import FEW_ROWS, Launched
+from weft.kernels.triton_linear import MOST_ROWS, Launched
 
 
 @triton.jit(
@@ -203,7 +203,7 @@ when the product ends take to end themselves."""
 SHRINK_STAGES = 3
 """One more than the steps of the shrink whose x and A are on their way to shared memory."""
 
-NUM_FLAGS = TURNS + 1 + 2 * FEW_ROWS
+NUM_FLAGS = TURNS + 1 + 2 * MOST_ROWS
 """How many flags and counters there are: see `_adapters`."""
 
 
@@ -291,7 +291,7 @@ def launch_beside(
         K=x_TK.shape[1],
         PER_TILE=PER_TILE,
         TURNS=TURNS,
-        COUNTERS=next_power_of_2(1 + 2 * FEW_ROWS),
+        COUNTERS=next_power_of_2(1 + 2 * MOST_ROWS),
         WIDTHS=widths,
         W=row_floats,
         BLOCK_N=128,
