@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from weft.core.errors import ConfigError
@@ -147,7 +148,6 @@ def _qwen3_moe(hf: Any) -> MoeConfig | None:
         normalize=bool(hf.norm_topk_prob),
         round_weights=True,
         layers=layers,
-        names=("mlp", "gate_proj", "up_proj", "down_proj"),
     )
 
 
@@ -164,7 +164,6 @@ def _qwen3_5_moe(hf: Any) -> MoeConfig:
         normalize=True,
         round_weights=True,
         layers=(True,) * int(hf.num_hidden_layers),
-        names=("mlp", "gate_proj", "up_proj", "down_proj"),
         shared_size=hf.shared_expert_intermediate_size,
     )
 
@@ -206,7 +205,6 @@ def _gpt_oss(hf: Any) -> MoeConfig:
         normalize=False,
         round_weights=True,
         layers=(True,) * int(hf.num_hidden_layers),
-        names=("mlp", "gate_proj", "up_proj", "down_proj"),
         router="router",
         weights_of_chosen=True,
         biased=True,
@@ -214,13 +212,14 @@ def _gpt_oss(hf: Any) -> MoeConfig:
     )
 
 
+_biased = partial(Family, attention_bias="attention_bias", attention_out_bias="attention_bias")
+"""Makes a family with one field that says whether q, k, v and o have biases."""
+
 _MISTRAL = Family("mistral", _one_window)
 _MINISTRAL3 = Family("ministral3", _one_window, query_growth=True)
-_GEMMA3 = Family(
+_GEMMA3 = _biased(
     "gemma3_text",
     _gemma3_windows,
-    attention_bias="attention_bias",
-    attention_out_bias="attention_bias",
     qk_norm="head",
     blocks="both",
     ropes=rope_by_type,
@@ -230,11 +229,9 @@ _GEMMA3 = Family(
     norm_offset=1.0,
 )
 
-_QWEN3_5 = Family(
+_QWEN3_5 = _biased(
     "qwen3_5_text",
     _windows_but_linear,
-    attention_bias="attention_bias",
-    attention_out_bias="attention_bias",
     qk_norm="head",
     partial_rotary=True,
     linear=_qwen3_5,
@@ -246,74 +243,30 @@ _QWEN3_5_MOE = replace(_QWEN3_5, model_type="qwen3_5_moe_text", moe=_qwen3_5_moe
 _QWEN3_NEXT = replace(_QWEN3_5, model_type="qwen3_next", moe=_qwen3_next_moe, linear=_qwen3_next)
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        "llama",
-        _no_windows,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
-        mlp_bias="mlp_bias",
-    ),
+    "LlamaForCausalLM": _biased("llama", _no_windows, mlp_bias="mlp_bias"),
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": Family("ministral", one_window_by_type),
     "Ministral3ForCausalLM": _MINISTRAL3,
     "Qwen2ForCausalLM": Family("qwen2", _layer_windows, attention_bias=True),
-    "Qwen3ForCausalLM": Family(
-        "qwen3",
-        _layer_windows,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
-        qk_norm="head",
-    ),
-    "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe",
-        _one_window,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
-        qk_norm="head",
-        moe=_qwen3_moe,
-    ),
+    "Qwen3ForCausalLM": _biased("qwen3", _layer_windows, qk_norm="head"),
+    "Qwen3MoeForCausalLM": _biased("qwen3_moe", _one_window, qk_norm="head", moe=_qwen3_moe),
     "MixtralForCausalLM": Family("mixtral", _one_window, moe=_mixtral),
     "Phi3ForCausalLM": Family(
         "phi3", _one_window, fused_qkv=True, mlp_names=FUSED_MLP_NAMES, partial_rotary=True
     ),
-    "Olmo2ForCausalLM": Family(
-        "olmo2",
-        _no_windows,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
-        qk_norm="width",
-        blocks="post",
+    "Olmo2ForCausalLM": _biased("olmo2", _no_windows, qk_norm="width", blocks="post"),
+    "Olmo3ForCausalLM": _biased(
+        "olmo3", one_window_by_type, qk_norm="width", blocks="post", ropes=rope_by_type
     ),
-    "Olmo3ForCausalLM": Family(
-        "olmo3",
-        one_window_by_type,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
-        qk_norm="width",
-        blocks="post",
-        ropes=rope_by_type,
+    "SmolLM3ForCausalLM": _biased(
+        "smollm3", one_window_by_type, mlp_bias="mlp_bias", ropes=_rope_or_none
     ),
-    "SmolLM3ForCausalLM": Family(
-        "smollm3",
-        one_window_by_type,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        ropes=_rope_or_none,
+    "GraniteForCausalLM": _biased(
+        "granite", _no_windows, mlp_bias="mlp_bias", scales=_granite_scales
     ),
-    "GraniteForCausalLM": Family(
-        "granite",
-        _no_windows,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        scales=_granite_scales,
-    ),
-    "GraniteMoeHybridForCausalLM": Family(
+    "GraniteMoeHybridForCausalLM": _biased(
         "granitemoehybrid",
         _granite4_windows,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
         mlp_names=("shared_mlp.input_linear", "shared_mlp.output_linear"),
         mlp_width="shared_intermediate_size",
         ropes=_granite4_ropes,
@@ -342,11 +295,9 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=True,
         interleaved_rope=True,
     ),
-    "Cohere2ForCausalLM": Family(
+    "Cohere2ForCausalLM": _biased(
         "cohere2",
         one_window_by_type,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
         blocks="parallel",
         ropes=_rope_in_windows,
         interleaved_rope=True,
@@ -354,14 +305,8 @@ FAMILIES: dict[str, Family] = {
         centered_norms=True,
         norm_eps="layer_norm_eps",
     ),
-    "GptOssForCausalLM": Family(
-        "gpt_oss",
-        one_window_by_type,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
-        moe=_gpt_oss,
-        sinks=True,
-        mxfp4=True,
+    "GptOssForCausalLM": _biased(
+        "gpt_oss", one_window_by_type, moe=_gpt_oss, sinks=True, mxfp4=True
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": replace(_QWEN3_5, text_of="qwen3_5"),

@@ -51,7 +51,7 @@ class MoeConfig:
     outputs; else they stay float32."""
     layers: tuple[bool, ...]
     """Per layer: whether it has experts; others have a dense MLP."""
-    names: tuple[str, str, str, str]
+    names: tuple[str, str, str, str] = ("mlp", "gate_proj", "up_proj", "down_proj")
     """In checkpoints with a tensor per expert: names of the MLP, and an expert's gate, up, down."""
     router: str = "gate"
     """The router's name."""
