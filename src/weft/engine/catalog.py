@@ -278,11 +278,7 @@ class Registrations:
             return True
         if not self._worker.facts.has_checks:
             return False
-        verdict = self._worker.probe(image, paced=False).result()
-        if isinstance(verdict, WeftError):
-            raise verdict
-        self._judge(image.digest, "", verdict)
-        return verdict.result == "passed"
+        return self._judge(image.digest, "", self._worker.probe(image, paced=False).result())
 
     def results(self) -> dict[str, int]:
         """The number of probes by result (CHECK_RESULTS); empty if the worker makes none."""
@@ -324,22 +320,24 @@ class Registrations:
     def _probed(
         self, call: Hold, image: AdapterImage, verdict: ProbeResult | WeftError
     ) -> Registered:
-        if isinstance(verdict, WeftError):
-            return self._end(Registered(call, verdict))
         try:
-            self._judge(image.digest, call.source.path, verdict)
+            passed = self._judge(image.digest, call.source.path, verdict)
         except WeftError as error:
             return self._end(Registered(call, error))
-        return self._end(Registered(call, image, verdict.result == "passed"))
+        return self._end(Registered(call, image, passed))
 
-    def _judge(self, digest: str, path: str, verdict: ProbeResult) -> None:
-        """Count a probe's result. If it failed, raise AdapterQuarantined, and stop serving content
-        that is known already, as another probe of it was skipped or ended meanwhile."""
+    def _judge(self, digest: str, path: str, verdict: ProbeResult | WeftError) -> bool:
+        """Count a probe's result. Returns whether it passed; else it was skipped. Raises the error
+        of a probe that could not be made. If it failed, raises AdapterQuarantined, and content that
+        is known already, since another probe of it passed or was skipped, is not served any more.
+        """
+        if isinstance(verdict, WeftError):
+            raise verdict
         self._results[verdict.result] += 1
         self._check_times.add(verdict.seconds)
         error = verdict.error
         if error is None:
-            return
+            return verdict.result == "passed"
         logger.error("quarantined: adapter %s %s: %s", digest[:16], path, error.message)
         self._catalog.refuse(digest, error)
         raise error

@@ -103,13 +103,8 @@ def _paragraphs(text: str) -> list[str]:
 def _spelled(name: str) -> str:
     """The name of an option and of its value, which is a word in capitals unless there are only
     some to choose from. An option without a value has none."""
-    for kind, shown in (
-        ("int range", "N"),
-        ("int", "N"),
-        ("float range", "NUMBER"),
-        ("float", "NUMBER"),
-    ):
-        name = name.replace(f"<{kind}>", shown)
+    for kind, shown in (("int", "N"), ("float", "NUMBER")):
+        name = name.replace(f"<{kind} range>", shown).replace(f"<{kind}>", shown)
     return name.replace("<str>", "TEXT").replace("<bool>", "").strip()
 
 

@@ -294,10 +294,7 @@ class ChatParser:
             # White space behind it may belong to the mark of the next call.
             self._text = "".join([self._mark[len(mark) :], *self._raw, self._text])
         self._call = None
-        self._in_list = False
-        self._at_start = False
-        self._step = self._answer
-        return True
+        return self._end_calls()
 
     def _read_call(self, piece: Piece, final: bool) -> bool:
         call = self._call
@@ -342,8 +339,11 @@ class ChatParser:
             if not final:
                 return False
             self._take(len(self._text) if text else 0)  # the output was cut inside the mark
-        self._in_list = False
-        self._at_start = False
+        return self._end_calls()
+
+    def _end_calls(self) -> bool:
+        """Read what follows as an answer again."""
+        self._in_list = self._at_start = False
         self._step = self._answer
         return True
 

@@ -209,7 +209,7 @@ class Peers:
 
     def settle(self) -> None:
         """Wait until nothing runs on any rank. Raises EngineDead if one can't come to rest."""
-        for done in self._ask(lambda call: SettleOrder(call)):
+        for done in self._ask(SettleOrder):
             try:
                 error = done.result(SETTLE_S)
             except TimeoutError:

@@ -72,11 +72,9 @@ class RankPlan:
         if args.scheduler.speculative == "mtp":
             config = with_mtp_head(config)
             self._head = head_shard(config, 0, size)
-        self._whole, self._shard, self._share = (
-            config,
-            model_shard(config, 0, size, fully_sharded_loras=args.lora.fully_sharded_loras),
-            share_of(config, size),
-        )
+        fully_sharded = args.lora.fully_sharded_loras
+        self._whole, self._share = config, share_of(config, size)
+        self._shard = model_shard(config, 0, size, fully_sharded_loras=fully_sharded)
         self._dtype = dtype_of(args.model.dtype, config, torch.device("cuda"))
 
     @property

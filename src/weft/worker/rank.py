@@ -8,7 +8,6 @@ socket closes, or with the thread that started it.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import mmap
 import os
 import pickle
@@ -31,7 +30,7 @@ from numpy.typing import NDArray
 
 from weft.checkpoint.base import row_squares
 from weft.core.errors import AdapterUnavailable, WeftError, to_wire
-from weft.core.processes import die_with_parent
+from weft.core.processes import die_with_parent, freeze_heap
 from weft.core.stages import Stages
 from weft.kernels.collective import make_ranks
 from weft.kernels.collective.group import join_group, leave_group
@@ -298,8 +297,7 @@ def main() -> None:
         spin_s = SPIN_S if device.type == "cuda" else 0.0
         ring = RingReader(memory, size - 1, setup.rank - 1, bell, spin_s)
         threading.Thread(target=loop.beat, daemon=True).start()
-        gc.collect()
-        gc.freeze()  # objects that exist by now are not looked at again
+        freeze_heap()
         stages.end(BUILT)
         loop.run(ring)
         leave_group()
