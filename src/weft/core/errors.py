@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 
 class WeftError(Exception):
@@ -212,6 +212,11 @@ def _tree(cls: type[WeftError]) -> dict[str, type[WeftError]]:
 
 
 type_of_kind: dict[str, type[WeftError]] = _tree(WeftError)
+
+
+def refuse_file(name: str, why: str) -> NoReturn:
+    """Raise AdapterInvalid for a file in an adapter's folder."""
+    raise AdapterInvalid(f"{name}: {why}", name)
 
 
 def shown(value: object) -> str:

@@ -25,9 +25,9 @@ from contextlib import suppress
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path, PurePosixPath
 from threading import Thread
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
-from weft.core.errors import AdapterInvalid, AdapterNotFound, AdapterPathRefused, AdapterUnavailable
+from weft.core.errors import AdapterNotFound, AdapterPathRefused, AdapterUnavailable, refuse_file
 
 READ_S = 30.0
 """How long the files of a folder may take to be read, besides what their sizes allow."""
@@ -227,7 +227,7 @@ class Folder:
                 why = "is a link that leaves the allowed folders"
                 raise AdapterPathRefused(f"{name} {why}", "lora_path") from None
             if error.errno in (errno.ENXIO, errno.ENODEV):
-                _refuse(name, "it is no regular file")
+                refuse_file(name, "it is no regular file")
             raise AdapterNotFound(f"{name} can't be read: {error.strerror}", name) from None
         finally:
             trail.close()
@@ -285,10 +285,10 @@ class Folder:
 def _content(descriptor: int, name: str, max_bytes: int, deadline: Deadline) -> memoryview:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
-        _refuse(name, "it is no regular file")
+        refuse_file(name, "it is no regular file")
     size = status.st_size
     if size > max_bytes:
-        _refuse(name, f"larger than any that is served here ({max_bytes} bytes)")
+        refuse_file(name, f"larger than any that is served here ({max_bytes} bytes)")
     deadline.extend(size)
     memory = mmap(-1, size + 1, MAP_PRIVATE | MAP_ANONYMOUS)
     if size > _CHUNK:
@@ -299,7 +299,7 @@ def _content(descriptor: int, name: str, max_bytes: int, deadline: Deadline) -> 
         length += count
         deadline.check()
     if length > size:
-        _refuse(name, "it grew while it was read")
+        refuse_file(name, "it grew while it was read")
     return content[:length]
 
 
@@ -323,7 +323,3 @@ def _is_a_name(path: str) -> bool:
         return b"\0" not in os.fsencode(path)
     except ValueError:
         return False
-
-
-def _refuse(name: str, why: str) -> NoReturn:
-    raise AdapterInvalid(f"{name}: {why}", name)

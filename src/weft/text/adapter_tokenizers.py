@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from weft.core.errors import AdapterInvalid
+from weft.core.errors import refuse_file
 from weft.core.files import MAX_BYTES, TOKENIZER_FILES
 from weft.core.folders import Deadline, Folder, read_aside
 from weft.text.adapter_tokenizer import AdapterTokenizer
@@ -119,7 +119,7 @@ class AdapterTokenizers:
         if templates == base.templates:
             return None
         if not base.is_portable:
-            _refuse(first, "this model's tokenizer can't be used with adapters' chat templates")
+            refuse_file(first, "this model's tokenizer can't be used with adapters' chat templates")
         _ = base.material  # it is made once for all copies of the base
         return OwnTokenizer(base.with_template(templates), (), True)
 
@@ -133,10 +133,6 @@ class AdapterTokenizers:
 
 
 # -- reading ---------------------------------------------------------------------------------------
-
-
-def _refuse(file: str, why: str) -> NoReturn:
-    raise AdapterInvalid(f"{file}: {why}", file)
 
 
 def _read(folder: Folder, deadline: Deadline) -> dict[str, bytes]:
@@ -171,7 +167,7 @@ def _decoded(files: Mapping[str, bytes], name: str, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(files.get(name, b"{}"), type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        _refuse(name, f"can't be read to see whether it adds tokens ({error})")
+        refuse_file(name, f"can't be read to see whether it adds tokens ({error})")
 
 
 def _check_ignored(files: Mapping[str, bytes], base: Tokenizer) -> None:
@@ -184,7 +180,7 @@ def _check_ignored(files: Mapping[str, bytes], base: Tokenizer) -> None:
     vocab = base.vocab() if tokens else {}
     for token, (token_id, file) in tokens.items():
         if vocab.get(token) != token_id:
-            _refuse(
+            refuse_file(
                 file,
                 f"{token[:80]!r} is no token of the base's, and this server ignores adapters'"
                 " tokenizers (--adapter-templates off)",

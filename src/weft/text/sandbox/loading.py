@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from weft.core.errors import AdapterInvalid
+from weft.core.errors import refuse_file
 from weft.core.files import TOKENIZER_FILES
 from weft.text.adapter_tokenizer import MAX_TOKENS
 from weft.text.sandbox.jobs import LoadedTokenizer, LoadTokenizer, TokenTable
@@ -36,11 +36,11 @@ def load(job: LoadTokenizer) -> LoadedTokenizer:
     vocab = own.vocab()
     for token, token_id in _object(files, _ADDED).items():
         if vocab.get(token) != token_id:
-            _refuse(_ADDED, f"{token[:80]!r} has another id in the tokenizer, or none")
+            refuse_file(_ADDED, f"{token[:80]!r} has another id in the tokenizer, or none")
     if own.fingerprint == job.base_fingerprint:
         return LoadedTokenizer(templates, [])
     if not own.is_portable:
-        _refuse(_TOKENIZER, "there is none, and no other kind of tokenizer is served")
+        refuse_file(_TOKENIZER, "there is none, and no other kind of tokenizer is served")
     vocabulary = _vocabulary(own, vocab, job.marks)
     return LoadedTokenizer(templates, list(own.eos_ids), own.material, vocabulary)
 
@@ -49,7 +49,9 @@ def _vocabulary(own: Tokenizer, vocab: Mapping[str, int], marks: tuple[str, ...]
     added = dict(own.added_tokens)
     num_ids = max([*vocab.values(), *added], default=-1) + 1
     if num_ids > MAX_TOKENS:
-        _refuse(_TOKENIZER, f"it has a token {num_ids - 1}; at most {MAX_TOKENS} tokens are served")
+        refuse_file(
+            _TOKENIZER, f"it has a token {num_ids - 1}; at most {MAX_TOKENS} tokens are served"
+        )
     pieces: list[str | None] = [None] * num_ids
     for piece, token_id in vocab.items():
         pieces[token_id] = piece
@@ -60,10 +62,6 @@ def _vocabulary(own: Tokenizer, vocab: Mapping[str, int], marks: tuple[str, ...]
     return TokenTable(pieces, added, sorted(own.special_ids), own.decoder, own.vocab_size, ids)
 
 
-def _refuse(file: str, why: str) -> NoReturn:
-    raise AdapterInvalid(f"{file}: {why}", file)
-
-
 def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """The JSON object in a file; empty if there is none."""
     if name not in files:
@@ -71,9 +69,9 @@ def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         found = json.loads(files[name])
     except (ValueError, RecursionError) as error:
-        _refuse(name, f"not JSON ({str(error)[:200]})")
+        refuse_file(name, f"not JSON ({str(error)[:200]})")
     if not isinstance(found, dict):
-        _refuse(name, "does not hold an object")
+        refuse_file(name, "does not hold an object")
     return found
 
 
@@ -83,7 +81,7 @@ def _tokenizer(job: LoadTokenizer) -> Tokenizer:
     files, folder = job.files, Path(job.folder)
     config, *_ = (_object(files, name) for name in (_CONFIG, _SPECIAL, _ADDED))
     if config.get("auto_map"):
-        _refuse(_CONFIG, "auto_map asks for remote code, which is never run")
+        refuse_file(_CONFIG, "auto_map asks for remote code, which is never run")
     config = {name: value for name, value in config.items() if not name.endswith("_file")}
     copies = dict(files)
     if _TOKENIZER not in files or _CONFIG not in files:
@@ -103,7 +101,7 @@ def _tokenizer(job: LoadTokenizer) -> Tokenizer:
     except BaseException as error:  # of whatever kind the broken file provokes, panics too
         first = next(file for file in TOKENIZER_FILES if file in files)
         reason = " ".join(str(error).split()).replace(job.folder, "")[:300]
-        _refuse(first, f"no tokenizer can be made of it ({reason})")
+        refuse_file(first, f"no tokenizer can be made of it ({reason})")
 
 
 def _check_template(template: str, file: str) -> None:
@@ -111,9 +109,9 @@ def _check_template(template: str, file: str) -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     if len(template.encode(errors="replace")) > MAX_TEMPLATE_BYTES:
-        _refuse(file, "the chat template is larger than any that is served here")
+        refuse_file(file, "the chat template is larger than any that is served here")
     try:
         environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
         environment.parse(_GENERATION_TAG.sub("", template))
     except (TemplateError, RecursionError) as error:
-        _refuse(file, f"the chat template is malformed: {str(error)[:200]}")
+        refuse_file(file, f"the chat template is malformed: {str(error)[:200]}")
