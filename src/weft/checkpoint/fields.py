@@ -21,9 +21,9 @@ from weft.core.files import CONFIG_FILE
 # -- patterns --------------------------------------------------------------------------------------
 #
 # The keys of `rank_pattern` come from whoever wrote the adapter, and a short one can keep a
-# backtracking engine busy for years. So `re` says what is valid, and `regex`, which means the same
-# for that, matches with a time-out and without holding up other threads. All patterns of one field
-# share one budget.
+# backtracking engine busy for years. PEFT matches with `re`, so `re` decides which expressions are
+# valid. They are matched by `regex`, which has a time-out and does not hold up other threads. What
+# the two engines read differently is refused. All patterns of one field share one budget of time.
 
 _MAX_LENGTH = 1024
 """Characters of one expression."""

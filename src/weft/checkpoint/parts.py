@@ -50,7 +50,8 @@ class Deferred:
     shape: tuple[int, ...]
     compute: Callable[[], Array]
     bound: Callable[[], np.floating[Any]] | None = None
-    """Computes the largest magnitude from those of factors, if it follows from these."""
+    """Computes the largest magnitude from the factors, where this is cheaper than from all values;
+    None: it is found among the values."""
 
     @property
     def array(self) -> NDArray[np.float32]:

@@ -101,8 +101,8 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _spelled(name: str) -> str:
-    """The name of an option and of its value, which is a word in capitals unless there are only
-    some to choose from. An option without a value has none."""
+    """The name of an option and of its value. A number is called N or NUMBER, a text TEXT, and a
+    value that is one of a few is shown by these. A switch has no value."""
     for kind, shown in (("int", "N"), ("float", "NUMBER")):
         name = name.replace(f"<{kind} range>", shown).replace(f"<{kind}>", shown)
     return name.replace("<str>", "TEXT").replace("<bool>", "").strip()
@@ -124,7 +124,8 @@ def _what_is_wrong(found: Mapping[str, Any]) -> str:
 
 
 def _about(given: str, told: str) -> Text:
-    """The help, which may have markup, and the default and such that `told` has after it."""
+    """The help that was `given`, which may have markup, and behind it, in dim letters, what typer
+    has `told` beyond it, such as the default."""
     more = re.sub(r"\[default: \(([^()]*)\)", r"[default: \1", told.removeprefix(given))
     return Text.from_markup(given).append(more, "dim")
 
@@ -141,7 +142,7 @@ def _print_row(console: Console, name: Text, about: Text) -> None:
 
 
 class Commands(typer.Typer):
-    """A group of such commands."""
+    """An app whose commands are `Command`s in a `CommandGroup`."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__(cls=CommandGroup, **more)

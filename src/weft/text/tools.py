@@ -208,8 +208,9 @@ def _gemma_call(style: ToolFormat, function: dict[str, Any], room: _Room) -> dic
 
 
 _MAX_CHARS = 1 << 17
-"""Twice what forms may have. More would be refused only after it was written, which takes long: a
-value is written again for each property before it that may be left out, and so are those in it."""
+"""Twice what a form may have when it is compiled. Without this limit, a form that is too long would
+be written to its end before it is refused. That may take very long, as a value is written once more
+for each optional property before it, at every level of nesting."""
 _LEAST_CHARS = 48
 """What a value or a property takes at least."""
 _MAX_DEPTH = 32

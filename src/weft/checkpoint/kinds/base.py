@@ -106,7 +106,7 @@ class Kind:
 
     def _check(self, options: Fields) -> None:
         for name, value in options.items():
-            # PEFT reads {} for what a refused field describes as that with its defaults.
+            # To PEFT, {} in a refused field does not mean off, but on, with all defaults.
             is_off = fields.is_off(value) and not (value == {} and name in self.refused)
             if is_off or name in self.harmless | COMMON_HARMLESS:
                 continue

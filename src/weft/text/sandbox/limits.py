@@ -46,7 +46,7 @@ MAX_WAITING = 256
 MAX_WAIT_S = 10.0
 """How long these may wait; then they are refused."""
 PENALTY = 10.0
-"""After a worker had to be ended, its author's texts are refused for that tenant, for as many times
-the time that it took."""
+"""After a worker had to be ended, texts of the same author and tenant are refused for so many times
+as long as it had worked."""
 MAX_TEMPLATE_BYTES = 1 << 20
 """How large the chat template of an adapter may be."""
