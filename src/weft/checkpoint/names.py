@@ -206,13 +206,12 @@ class Gathered:
         self._table = table
         self._config = config
         modules: dict[str, _ExpertModule] = {}
-        has_experts = any(group.kind == "experts" for group in table.groups)
         for name, tensor in tensors.items():
-            match = _EXPERT_NAME.fullmatch(name) if has_experts else None
+            match = _EXPERT_NAME.fullmatch(name) if table.has_experts else None
             if match is not None:
                 module = modules.setdefault(match["module"], _ExpertModule(match))
                 module.matrices[match["part"]] = tensor
-            elif has_experts and ".experts." in name:
+            elif table.has_experts and ".experts." in name:
                 refuse(name, "only lora_A and lora_B matrices of experts are served")
             else:
                 self.tensors[name] = tensor

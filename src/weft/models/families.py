@@ -17,7 +17,7 @@ from weft.models.family import (
     RopeParameters,
     Scales,
 )
-from weft.models.gemma4_config import GEMMA4
+from weft.models.gemma4_config import GEMMA4, gemma_scales
 from weft.models.layer_types import attention_types, layer_types, one_window_by_type, rope_by_type
 
 
@@ -94,16 +94,11 @@ def _granite4_ropes(hf: Any) -> tuple[RopeParameters | None, ...]:
 
 
 def _gemma3_scales(hf: Any) -> Scales:
-    cap, scalar = hf.final_logit_softcapping, hf.query_pre_attn_scalar
+    scalar = hf.query_pre_attn_scalar
     if scalar <= 0:
         message = f"query_pre_attn_scalar must be positive, got {scalar}"
         raise ConfigError(message, "query_pre_attn_scalar")
-    return Scales(
-        embedding=float(hf.hidden_size) ** 0.5,
-        rounds_embedding=True,
-        attention=float(scalar) ** -0.5,
-        logit_cap=None if cap is None else float(cap),
-    )
+    return gemma_scales(hf, attention=float(scalar) ** -0.5)
 
 
 def _gemma3_windows(hf: Any) -> tuple[int | None, ...]:

@@ -120,12 +120,13 @@ def _token_inputs(hf: Any) -> TokenInputsConfig | None:
     return TokenInputsConfig(hf.vocab_size_per_layer_input, hf.hidden_size_per_layer_input)
 
 
-def _scales(hf: Any) -> Scales:
+def gemma_scales(hf: Any, attention: float = 1.0) -> Scales:
+    """The scales of Gemma 3 and 4, with this factor of the scores of attention."""
     cap = hf.final_logit_softcapping
     return Scales(
         embedding=float(hf.hidden_size) ** 0.5,
         rounds_embedding=True,
-        attention=1.0,
+        attention=attention,
         logit_cap=None if cap is None else float(cap),
     )
 
@@ -143,7 +144,7 @@ GEMMA4 = Family(
     token_inputs=_token_inputs,
     ropes=rope_by_type,
     moe=_moe,
-    scales=_scales,
+    scales=gemma_scales,
     activation_field="hidden_activation",
     activation="gelu_tanh",
 )
