@@ -349,6 +349,29 @@ def test_what_is_refused(llm: LLM, param: str, options: dict[str, Any]) -> None:
     assert llm.generate(prompt_of("hello"), GREEDY)[0].text == "hello?"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("json", {"type": "object"}),
+        ("structural_tag", {"format": {}}),
+        ("regex", b"a"),
+        ("grammar", 5),
+        ("choice", ["a", 5]),
+        ("choice", [None]),
+    ],
+)
+def test_a_form_that_is_no_text_is_refused(name: str, value: Any) -> None:
+    form: dict[str, Any] = {name: value}
+    with pytest.raises(InvalidRequest, match="must be text") as caught:
+        StructuredOutputs(**form)
+    assert caught.value.param == f"structured_outputs.{name}"
+
+
+def test_a_choice_may_be_one_text_or_several() -> None:
+    one: Any = "yes"
+    assert StructuredOutputs(choice=one) == StructuredOutputs(choice=("yes",))
+
+
 HUGE = 10**5000
 """Python refuses to write it as digits."""
 

@@ -42,7 +42,13 @@ class StructuredOutputs:
     from its start. None: the prompt has begun the reasoning."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "choice", tuple(self.choice))
+        object.__setattr__(self, "choice", _several(self.choice))
+        names = ("json", "regex", "grammar", "structural_tag")
+        texts = [(name, text) for name in names if (text := getattr(self, name)) is not None]
+        for name, text in (*texts, *(("choice", each) for each in self.choice)):
+            if not isinstance(text, str):
+                field = f"structured_outputs.{name}"
+                raise InvalidRequest(f"{field} must be text, got {shown(text)}", field)
         forms = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
         given = sum(getattr(self, form) not in (None, False, ()) for form in forms)
         if given != 1:
