@@ -7,9 +7,11 @@ import errno
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -34,6 +36,12 @@ from weft.fleet.launchers.found import find_nodes, find_urls
 from weft.fleet.launchers.local import ERROR, MAX_FAILED, MAX_PAUSE_S, LocalLauncher
 
 ARGS = ClusterArgs(model="base", num_nodes=2, registry="/r", port=9000, flags=("--seed", "1"))
+
+
+def make(folder: ClusterFolder) -> None:
+    """Leave what a cluster's process has in its folder."""
+    with folder.held(ARGS):
+        pass
 
 
 class Steps:
@@ -63,21 +71,29 @@ def test_a_folder_keeps_what_a_cluster_was_started_with(tmp_path: Path) -> None:
     folder = ClusterFolder(tmp_path / "c")
     with pytest.raises(ConfigError, match="there is no cluster"):
         folder.read()
-    folder.create(ARGS)
+    make(folder)
     assert folder.read() == ARGS
     assert folder.key.stat().st_mode & 0o777 == 0o600
     key = folder.key.read_text()
     assert len(key) >= 32
-    with pytest.raises(ConfigError, match=r"there is a cluster in .* scale 0 --name "):
-        folder.create(ARGS)
     folder.scale(0)
     assert folder.read().names == []
-    folder.create(ARGS)
+    make(folder)
     assert (folder.read(), folder.key.read_text(), folder.is_on_ray) == (ARGS, key, False)
     folder.point_to_ray()
     assert folder.is_on_ray
-    folder.create(ARGS)
+    make(folder)
     assert folder.read() == ARGS
+
+
+def test_a_folder_is_free_again_once_its_process_is_gone(tmp_path: Path) -> None:
+    """It has a cluster with nodes in either case: a process that is killed can't change that."""
+    folder, again = ClusterFolder(tmp_path / "c"), ClusterFolder(tmp_path / "c")
+    with folder.held(ARGS):
+        with pytest.raises(ConfigError, match=r"there is a cluster in .* scale 0 --name c"):
+            make(again)
+        assert folder.read() == ARGS
+    make(again)
 
 
 class Process:
@@ -90,8 +106,9 @@ class Process:
     def poll(self) -> int | None:
         return self.code
 
-    def send_signal(self, _: int) -> None:
-        self.code = 0
+    def send_signal(self, number: int) -> None:
+        if number == signal.SIGTERM:
+            self.code = 0
 
     def wait(self) -> int:
         assert self.code is not None
@@ -102,7 +119,7 @@ def test_a_process_is_started_again_once_there_is_room_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, folder = [0.0], ClusterFolder(tmp_path)
-    folder.create(ARGS)
+    make(folder)
     monkeypatch.setattr(subprocess, "Popen", Process)
     monkeypatch.setattr(local_module, "is_ready", lambda url: True)
     launcher = LocalLauncher(folder, ARGS, lambda: now[0])
@@ -138,7 +155,7 @@ def test_processes_are_started_again_after_growing_pauses(
     monkeypatch.setattr(local_module, "is_ready", lambda url: url.endswith(":9001"))
     now = [0.0]
     folder = ClusterFolder(tmp_path)
-    folder.create(ARGS)
+    make(folder)
     launcher = LocalLauncher(folder, ARGS, lambda: now[0])
     reconcile(launcher, [], ARGS.names)
     reconcile(launcher, [node.name for node in launcher.list()], ARGS.names)
@@ -183,7 +200,7 @@ def test_nodes_that_never_get_ready_are_given_up(
     monkeypatch.setattr(subprocess, "Popen", spawn)
     now = [0.0]
     folder = ClusterFolder(tmp_path)
-    folder.create(ARGS)
+    make(folder)
     launcher = LocalLauncher(folder, ARGS, lambda: now[0])
     launcher.start("node-0")
     with pytest.raises(ConfigError, match=r"^node-0: no$|has ended 3 times.*: 3 . Killed$"):
@@ -219,6 +236,16 @@ def test_nodes_that_others_start_are_found(tmp_path: Path) -> None:
     assert (node.name, node.url, node.state) == ("127.0.0.1:1", "http://127.0.0.1:1", "not ready")
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Handlers of signals are as before at the end."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
 def test_another_program_at_a_nodes_port_is_told_before_nodes_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +257,32 @@ def test_another_program_at_a_nodes_port_is_told_before_nodes_start(
         done = CliRunner().invoke(app, ["cluster", "up", "base", "--port", str(port)])
     refused = f"weft: error: can't listen on 127.0.0.1:{port}: Address already in use\n"
     assert (done.exit_code, done.stderr) == (1, refused)
+    assert folder_of("default").read().num_nodes == 0
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_cluster_whose_terminal_is_closed_hands_its_requests_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Process] = []
+
+    def spawn(command: list[str], **given: object) -> Process:
+        started.append(Process(command, **given))
+        return started[-1]
+
+    def hang_up(_: float) -> None:
+        assert callable(signal.getsignal(signal.SIGHUP)), "else this process is gone"
+        signal.raise_signal(signal.SIGHUP)
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", spawn)
+    monkeypatch.setattr(local_module, "is_ready", lambda url: True)
+    monkeypatch.setattr("weft.cli.cluster.check_port", Mock())
+    monkeypatch.setattr("weft.cli.cluster.time.sleep", hang_up)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    done = CliRunner().invoke(app, ["cluster", "up", "base"])
+    assert "Ending the nodes" in done.output
+    assert [process.code for process in started] == [0, 0]
     assert folder_of("default").read().num_nodes == 0
 
 
@@ -259,7 +312,7 @@ def test_commands_that_change_a_cluster_say_what_they_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    folder_of("default").create(ARGS)
+    make(folder_of("default"))
 
     def said(*args: str) -> str:
         return str(CliRunner().invoke(app, ["cluster", *args]).stdout).strip()
@@ -360,7 +413,7 @@ def test_a_folder_that_is_damaged(said: str, tmp_path: Path) -> None:
 def test_a_folder_that_can_t_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="can't be made: Not a directory"):
-        ClusterFolder(tmp_path / "file" / "c").create(ARGS)
+        make(ClusterFolder(tmp_path / "file" / "c"))
 
 
 def test_a_full_disk_leaves_no_empty_secret(
@@ -370,8 +423,8 @@ def test_a_full_disk_leaves_no_empty_secret(
     with Path("/dev/full").open("w") as full_device, monkeypatch.context() as full:
         full.setattr(os, "fdopen", lambda fd, _: os.close(fd) or full_device)
         with pytest.raises(ConfigError, match=f"{tmp_path}/key can't be written: No space left"):
-            folder.create(ARGS)
-    folder.create(ARGS)
+            make(folder)
+    make(folder)
     assert len(folder.key.read_text()) == 64 and folder.key.stat().st_mode & 0o77 == 0
 
 

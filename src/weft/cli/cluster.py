@@ -128,8 +128,8 @@ def up(
         if on == "ray":
             _up_ray(name, replace(args, num_gpus=_num_gpus(num_gpus, num_ranks)))
         else:
-            folder.create(args)
-            _run_local(folder, args)
+            with folder.held(args):
+                _run_local(folder, args)
 
 
 def _registry(given: str | None, folder: ClusterFolder | None) -> str:
@@ -189,6 +189,8 @@ def _run_local(folder: ClusterFolder, args: ClusterArgs) -> None:
     console, shown = Console(markup=False), dict[str, str]()
     launcher = LocalLauncher(folder, args)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # it is not under nohup
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     console.print(f"Nodes write to {folder.path}/*.log; Ctrl-C ends them all.", soft_wrap=True)
     try:
         if "://" not in args.registry:  # adapters can be pushed there while the nodes start
@@ -206,6 +208,7 @@ def _run_local(folder: ClusterFolder, args: ClusterArgs) -> None:
     except KeyboardInterrupt:
         console.print("Ending the nodes")
     finally:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # when a terminal is closed, it comes twice
         folder.scale(0)
         launcher.stop_all()
 

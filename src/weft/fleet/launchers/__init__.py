@@ -6,10 +6,12 @@ The nodes arrange among themselves what they do.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -115,19 +117,27 @@ class ClusterFolder:
         """The addresses of all nodes, for `--fleet`."""
         self.key = path / "key"
 
-    def create(self, args: ClusterArgs) -> None:
-        """Raises ConfigError if the folder has a cluster with nodes already, or can't be made."""
-        if self._file.exists() and not self.is_on_ray and self.read().num_nodes:
-            end = f"end it with weft cluster scale 0 --name {self.path.name}"
-            raise ConfigError(f"there is a cluster in {self.path}; {end}", "name")
+    @contextmanager
+    def held(self, args: ClusterArgs) -> Iterator[None]:
+        """Have the folder for a cluster of this process, as long as that lives: if it is killed,
+        another one may. Raises ConfigError if another process has it, or it can't be made."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / "lock").open("w")
         except OSError as error:
             raise ConfigError(f"{self.path} can't be made: {error.strerror}", "name") from None
-        if not self.key.exists():
-            _write_whole(self.key, secrets.token_hex(32), mode=0o600)
-        self.tell_members([])
-        self._write(args)
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                end = f"end it with weft cluster scale 0 --name {self.path.name}"
+                message = f"there is a cluster in {self.path}; {end}, and wait for its nodes"
+                raise ConfigError(message, "name") from None
+            if not self.key.exists():
+                _write_whole(self.key, secrets.token_hex(32), mode=0o600)
+            self.tell_members([])
+            self._write(args)
+            yield
 
     def point_to_ray(self) -> None:
         """Say that the cluster is on Ray from now on."""
