@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from weft.cli.cluster_top import run_cluster_top
 from weft.cli.main import app
 from weft.cli.releases import label
 from weft.core.errors import WeftError
-from weft.fleet.launchers import fleet_port_of
+from weft.fleet.launchers import ClusterArgs, ClusterFolder, fleet_port_of
 from weft.fleet.launchers.local import HOST, LocalLauncher
 from weft.publishing import publish
 
@@ -40,9 +41,10 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a cluster's folder will be."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(LocalLauncher, "_spawn", forked)
-    before = signal.getsignal(signal.SIGTERM)
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
     yield tmp_path / "weft/clusters/default"
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -142,3 +144,18 @@ def test_what_can_not_be_started_is_said_at_once(state: Path) -> None:
     done = runner.invoke(app, [*up, "--port", str(free_port()), "--max-num-seqs", "0"])
     assert done.exit_code == 1 and "node-0: --max-num-seqs must be at least 1" in done.output
     assert cluster.folder_of("default").read().num_nodes == 0
+
+
+def test_a_node_that_was_stopped_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is stopped does not get SIGTERM before it goes on."""
+    node = subprocess.Popen(["sleep", str(2 * PATIENCE_S)])
+    monkeypatch.setattr(LocalLauncher, "_spawn", lambda *_: node)
+    folder = ClusterFolder(tmp_path)
+    launcher = LocalLauncher(folder, ClusterArgs(model="base", num_nodes=1, registry="/r"))
+    launcher.start("node-0")
+    node.send_signal(signal.SIGSTOP)
+    too_late = threading.Timer(PATIENCE_S / 4, node.kill)
+    too_late.start()
+    launcher.stop("node-0")
+    too_late.cancel()
+    assert node.returncode == -signal.SIGTERM

@@ -66,6 +66,12 @@ class _Running:
     """Whether this process was ready at some time."""
 
 
+def _end(node: _Running) -> None:
+    """Let it hand its requests over and end, even if it was stopped."""
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        node.process.send_signal(number)
+
+
 def _pause_s(node: _Running) -> float:
     return min(2.0 ** min(node.restarts, 10), MAX_PAUSE_S)  # a large power would overflow
 
@@ -92,14 +98,14 @@ class LocalLauncher:
 
     def stop(self, name: str) -> None:
         node = self._running.pop(name)
-        node.process.send_signal(signal.SIGTERM)  # it hands its requests over, and ends
+        _end(node)
         node.process.wait()
         self._tell()
 
     def stop_all(self) -> None:
         """Stop all nodes at the same time."""
         for node in self._running.values():
-            node.process.send_signal(signal.SIGTERM)
+            _end(node)
         for name in list(self._running):
             self.stop(name)
 
