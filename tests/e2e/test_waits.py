@@ -47,7 +47,7 @@ warm_up = {
     ),
     "adapters": lambda: beside._adapters.warmup(
         bf, f32, f32, i32, bf, i32, i64, i64, i32, i64, i32, 4096, 1, 528, 0, 0, 4, 7, O=4096,
-        PER_TILE=beside.PER_TILE, TURNS=linear.TURNS, WIDTHS=(4096,), BLOCK_N=128,
+        PER_TILE=beside.PER_TILE, TURNS=linear.TURNS, COUNTERS=512, WIDTHS=(4096,), BLOCK_N=128,
         SHRINK_STAGES=3, EXPAND_STAGES=4, num_warps=4, **ranks.ALONE, **common, **early,
     ),
     "decodes": lambda: paged.decode_rows.warmup(

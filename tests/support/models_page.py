@@ -211,7 +211,7 @@ On Hopper GPUs, products of up to 1,024 rows make the values as they multiply. W
 other GPUs those of more than 256 rows, write a matrix's values to memory first. From 65 rows on,
 either takes longer than with a 16-bit matrix: [Benchmarks](benchmarks.md#kernels-alone) compares
 them. `--quantization values` holds the whole checkpoint in 16 bits instead. Up to 64 rows, a row's
-result does not depend on the other rows in its step, as with 16 bits.
+result does not depend on the other rows in its step.
 
 Inputs of layers are not rounded, even if a checkpoint asks for it. Adapters are computed as
 beside a 16-bit matrix; those that need the base's values, such as DoRA, get them. Other settings
