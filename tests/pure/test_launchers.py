@@ -76,8 +76,11 @@ def test_a_folder_keeps_what_a_cluster_was_started_with(tmp_path: Path) -> None:
     assert folder.key.stat().st_mode & 0o777 == 0o600
     key = folder.key.read_text()
     assert len(key) >= 32
-    folder.scale(0)
-    assert folder.read().names == []
+    with pytest.raises(ConfigError, match="weft cluster up does not run for"):
+        folder.scale(0)
+    with folder.held(ARGS):
+        folder.scale(0)
+        assert folder.read().names == []
     make(folder)
     assert (folder.read(), folder.key.read_text(), folder.is_on_ray) == (ARGS, key, False)
     folder.point_to_ray()
@@ -317,15 +320,17 @@ def test_commands_that_change_a_cluster_say_what_they_do(
     def said(*args: str) -> str:
         return str(CliRunner().invoke(app, ["cluster", *args]).stdout).strip()
 
-    assert said("scale", "3") == "The cluster starts or ends nodes until there are 3."
-    assert said("scale", "0") == "The cluster ends."
+    with folder_of("default").held(ARGS):
+        assert said("scale", "3") == "The cluster starts or ends nodes until there are 3."
+        assert said("scale", "0") == "The cluster ends."
     for command in (["status"], ["top", "--once"], ["drain", "node-1"], ["why", "x"]):
         done = CliRunner().invoke(app, ["cluster", *command])
         assert (done.exit_code, done.stderr) == (
             1,
             "weft: error: the cluster default has no nodes; weft cluster up starts some\n",
         )
-    said("scale", "2")
+    with folder_of("default").held(ARGS):
+        said("scale", "2")
     monkeypatch.setattr("weft.cli.cluster.ask_any", Mock())
     assert said("drain", "node-1").startswith("node-1 takes no more requests")
     assert said("drain", "node-1", "--undo") == "node-1 takes requests again."

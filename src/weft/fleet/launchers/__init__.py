@@ -123,7 +123,7 @@ class ClusterFolder:
         another one may. Raises ConfigError if another process has it, or it can't be made."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / "lock").open("w")
+            lock = self._lock.open("w")
         except OSError as error:
             raise ConfigError(f"{self.path} can't be made: {error.strerror}", "name") from None
         with lock:
@@ -166,8 +166,19 @@ class ClusterFolder:
             raise ConfigError(f"{self._file} can't be read: {error}", "name") from None
 
     def scale(self, num_nodes: int) -> None:
-        """Let there be so many nodes from now on. Raises ConfigError."""
-        self._write(replace(self.read(), num_nodes=num_nodes))
+        """Let there be so many nodes from now on. Raises ConfigError, also if nobody has the
+        folder, so that no node would be started or ended."""
+        args = self.read()
+        try:
+            with self._lock.open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._write(replace(args, num_nodes=num_nodes))
+        except OSError as error:
+            raise ConfigError(f"{self._lock} can't be read: {error.strerror}", "name") from None
+        else:
+            message = f"weft cluster up does not run for {self.path}; start it again"
+            raise ConfigError(message, "name")
 
     def tell_members(self, addresses: Sequence[str]) -> None:
         """Write the file `members`. `addresses`: HOST:PORT each."""
@@ -176,6 +187,10 @@ class ClusterFolder:
     @property
     def _file(self) -> Path:
         return self.path / "cluster.json"
+
+    @property
+    def _lock(self) -> Path:
+        return self.path / "lock"
 
     def _write(self, args: ClusterArgs) -> None:
         _write_whole(self._file, json.dumps(asdict(args), indent=1))
