@@ -145,9 +145,8 @@ def test_a_process_is_started_again_once_there_is_room_for_it(
         assert launcher.list() == [Placed("node-0", "http://127.0.0.1:9000", state, 1)]
 
 
-def test_processes_are_started_again_after_growing_pauses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def all_started(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+    """The processes that are started from now on, none of which runs."""
     started: list[Process] = []
 
     def spawn(command: list[str], **given: object) -> Process:
@@ -155,6 +154,13 @@ def test_processes_are_started_again_after_growing_pauses(
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", spawn)
+    return started
+
+
+def test_processes_are_started_again_after_growing_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = all_started(monkeypatch)
     monkeypatch.setattr(local_module, "is_ready", lambda url: url.endswith(":9001"))
     now = [0.0]
     folder = ClusterFolder(tmp_path)
@@ -267,18 +273,12 @@ def test_another_program_at_a_nodes_port_is_told_before_nodes_start(
 def test_a_cluster_whose_terminal_is_closed_hands_its_requests_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[Process] = []
-
-    def spawn(command: list[str], **given: object) -> Process:
-        started.append(Process(command, **given))
-        return started[-1]
-
     def hang_up(_: float) -> None:
         assert callable(signal.getsignal(signal.SIGHUP)), "else this process is gone"
         signal.raise_signal(signal.SIGHUP)
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(subprocess, "Popen", spawn)
+    started = all_started(monkeypatch)
     monkeypatch.setattr(local_module, "is_ready", lambda url: True)
     monkeypatch.setattr("weft.cli.cluster.check_port", Mock())
     monkeypatch.setattr("weft.cli.cluster.time.sleep", hang_up)

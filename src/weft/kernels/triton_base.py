@@ -71,6 +71,24 @@ def dot(a, b, acc, EXACT: tl.constexpr):
 
 
 @triton.jit
+def activated(gate, up, alpha, limit, GELU: tl.constexpr, CLAMPED: tl.constexpr):
+    """activation(gate) * up, in fp32. CLAMPED is that of `weft.kernels.ops.ClampedSwiglu`, else it
+    is GELU's approximation or SiLU.
+
+    All activations are gate * sigmoid(s): of SiLU, s is gate itself; that of GELU's approximation
+    follows from (1 + tanh(z)) / 2 = sigmoid(2 z).
+    """
+    s = gate
+    if GELU:
+        s = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1
+        s = alpha * gate
+    return gate / (1 + tl.exp(-s)) * up
+
+
+@triton.jit
 def ask_for(at):
     """Ask for the lines of 128 bytes that `at` points into, in the second-level cache."""
     tl.inline_asm_elementwise(

@@ -24,6 +24,7 @@ from weft.core.units import EXPERT_UNIT
 from weft.kernels.ops import Activation, ClampedSwiglu, ExpertChoice, ExpertWeights, Product
 from weft.kernels.triton_base import (
     INTERPRETED,
+    activated,
     dot,
     has_pending,
     launch_options,
@@ -181,7 +182,7 @@ def _gate_up(
 ):
     """out (pairs, F) = activation(gate) * up; programs: tiles of one expert after another, each of
     BLOCK_O rows of its matrix, a row of gate and the same one of up in turns. Activations are as
-    in `weft.kernels.triton_ops`."""
+    in `weft.kernels.triton_base`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -208,19 +209,13 @@ def _gate_up(
         pair_r = _pairs_at(r, before, pair, BLOCK_T)
         x_at = x_ptr + (pair_r // TOP_K).to(tl.int64) * x_stride
         acc = _rows_times(x_at, there, w_at, I, BLOCK_R, BLOCK_O, BLOCK_K, STAGES, EXACT)
-        wide, up = tl.split(tl.permute(tl.reshape(acc, (HALF, 2, BLOCK_R)), (0, 2, 1)))
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (HALF, 2, BLOCK_R)), (0, 2, 1)))
         if BIAS:
             bias_at = bias_ptr + expert * 2 * F + at
-            wide += tl.load(bias_at).to(tl.float32)[:, None]
+            gate += tl.load(bias_at).to(tl.float32)[:, None]
             up += tl.load(bias_at + to_up).to(tl.float32)[:, None]
-        s = wide
-        if GELU:
-            s = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)  # 2 sqrt(2 / pi)
-        if CLAMPED:
-            wide = tl.minimum(wide, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit) + 1
-            s = alpha * wide
-        y = tl.trans(wide / (1 + tl.exp(-s)) * up).to(out_ptr.dtype.element_ty)
+        y = activated(gate, up, alpha, limit, GELU, CLAMPED)
+        y = tl.trans(y).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + pair_r[:, None] * F + f[None, :], y, mask=there[:, None])
 
 

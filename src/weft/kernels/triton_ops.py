@@ -33,6 +33,7 @@ from weft.kernels.ops import (
 )
 from weft.kernels.triton_base import (
     INTERPRETED,
+    activated,
     has_pending,
     launch_options,
     starts_early,
@@ -157,9 +158,6 @@ def _activate_and_mul(
 ):
     """out (T, F) = activation(gate) * up of rows (gate, up); programs: row, block of columns.
     APART: up is not behind gate, but at `up_ptr`, in rows that are `up_stride` apart.
-
-    All activations are gate * sigmoid(s): of silu, s is gate itself; that of GELU's approximation
-    follows from (1 + tanh(z)) / 2 = sigmoid(2 z). CLAMPED is that of `ClampedSwiglu`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -182,15 +180,8 @@ def _activate_and_mul(
     else:
         up = tl.load(gate_up_ptr + at + to_up, mask=f < F, other=0.0)
         up = with_pending(up, add_ptr + at + to_up, has, f < F, PENDING).to(tl.float32)
-    wide = gate.to(tl.float32)
-    s = wide
-    if GELU:
-        s = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)  # 2 sqrt(2 / pi)
-    if CLAMPED:
-        wide = tl.minimum(wide, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1
-        s = alpha * wide
-    tl.store(out_ptr + row * F + f, (wide / (1 + tl.exp(-s)) * up).to(gate.dtype), mask=f < F)
+    out = activated(gate.to(tl.float32), up, alpha, limit, GELU, CLAMPED)
+    tl.store(out_ptr + row * F + f, out.to(gate.dtype), mask=f < F)
 
 
 class TritonOps(Ops):

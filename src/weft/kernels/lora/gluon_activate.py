@@ -25,13 +25,16 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from weft.core.config import MAX_RANK
 from weft.core.targets import Group
+from weft.kernels import triton_base
 from weft.kernels.gluon_base import barrier, order
-from weft.kernels.lora import triton_tiles
+from weft.kernels.lora import triton_many, triton_tiles
 from weft.kernels.lora.base import AdapterPool
 from weft.kernels.triton_base import INTERPRETED, launch_options, processors
 
 _read_tile = gluon.jit(triton_tiles.read_tile.fn)
 _parts_of = gluon.jit(triton_tiles.parts_of.fn)
+_share_of = gluon.jit(triton_many.share_of.fn)
+_activated = gluon.jit(triton_base.activated.fn)
 
 _BLOCKS = gl.constexpr(MAX_RANK // 16)
 """Blocks of 16 ranks that a slice can have."""
@@ -163,15 +166,6 @@ def _right(pairs, WARPS: gl.constexpr, MMA: gl.constexpr, like):
 
 
 @gluon.jit
-def _activated(gate, up, GELU: gl.constexpr):
-    """activation(gate) * up, as `weft.kernels.triton_ops` computes it."""
-    s = gate
-    if GELU:
-        s = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    return gate / (1 + gl.exp(-s)) * up
-
-
-@gluon.jit
 def _rounded(x, like):
     """x in 16 bits, by an instruction for two numbers: for one each, they would be slow."""
     if like.dtype.element_ty == gl.bfloat16:
@@ -278,7 +272,7 @@ def _tile(
         b_gate = _load_b(gate_at, 2 * at + o, 0, ranks[0], 2 * until, B, MULTIPLE)
         b_up = _load_b(up_at, 2 * at + o, 0, ranks[1], 2 * until, B, MULTIPLE)
         a = gl.load(a_at + at, mask=(pair_row < R) & (at + pair < until), other=0)
-        x = _rounded(_activated(sum_gate, sum_up, GELU), y_ptr)
+        x = _rounded(_activated(sum_gate, sum_up, 0.0, 0.0, GELU, False), y_ptr)
         there = (m < rows) & (step * STEP + f < F)
         gl.store(out_at + step * STEP, _from_order(x, WARPS, ROWS), mask=there)
         v = _times_a(x, _unpacked(a_now, y_ptr), v, WARPS, SHRINK)
@@ -343,8 +337,7 @@ def _activate(
     if PDL:
         order("griddepcontrol.wait", WARPS)
     total = (base_tiles + num_tiles) * MAX_PARTS
-    begin = (gl.program_id(0).to(gl.int64) * total // gl.num_programs(0)).to(gl.int32)
-    end = ((gl.program_id(0) + 1).to(gl.int64) * total // gl.num_programs(0)).to(gl.int32)
+    begin, end = _share_of(total)
     for i in range(begin // MAX_PARTS, (end + MAX_PARTS - 1) // MAX_PARTS):
         row = i * 16
         rows = gl.minimum(num_base - row, 16)

@@ -16,7 +16,7 @@ SHARES = 48
 
 
 @triton.jit
-def _share_of(total):
+def share_of(total):
     """[begin, end) of this program."""
     pid = tl.program_id(0).to(tl.int64)
     begin = pid * total // tl.num_programs(0)
@@ -53,7 +53,7 @@ def shrink_rows(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.load(tiles_ptr + 3) * SHARES
-    begin, end = _share_of(total)
+    begin, end = share_of(total)
     for i in range(begin // SHARES, (end + SHARES - 1) // SHARES):
         tile = read_tile(
             tiles_ptr + 4 * i,
@@ -121,7 +121,7 @@ def expand_rows(
         tl.extra.cuda.gdc_launch_dependents()
     num_blocks = num_blocks_of(WIDTHS, BLOCK_N)
     total = tl.load(tiles_ptr + 3) * num_blocks
-    begin, end = _share_of(total)
+    begin, end = share_of(total)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(begin // num_blocks, (end + num_blocks - 1) // num_blocks):
