@@ -45,7 +45,8 @@ WARPS, PROGRAMS = 4, 2
 
 @gluon.constexpr_function
 def _rows_layout(warps):
-    """16 rows, or ranks, and 32 columns a warp: eight columns of two rows for each thread."""
+    """Where the numbers of 16 rows, or ranks, lie: each warp has 32 columns, and each of its
+    threads eight columns of two rows."""
     register = [[0, 1], [0, 2], [0, 4], [8, 0]]
     lane = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     warp = [[0, 32 << i] for i in range(warps.bit_length() - 1)]
@@ -54,7 +55,8 @@ def _rows_layout(warps):
 
 @gluon.constexpr_function
 def _pairs_layout(warps):
-    """The same for pairs of columns, (16, 16 warps)."""
+    """Where pairs of neighbouring columns of 16 rows lie: in the threads that `_rows_layout` gives
+    these columns."""
     lane = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
     warp = [[0, 16 << i] for i in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], lane, warp, [], [16, 16 * warps])
@@ -62,7 +64,8 @@ def _pairs_layout(warps):
 
 @gluon.constexpr_function
 def _b_layout(warps):
-    """32 rows of B a warp, of eight pairs of ranks each: two pairs of four rows for each thread."""
+    """Where the rows of B lie, as eight pairs of ranks each: each warp has 32 rows, and each of its
+    threads two pairs of four rows."""
     lane = [[0, 2], [0, 4], [1, 0], [8, 0], [16, 0]]
     warp = [[32 << i, 0] for i in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout([[0, 1], [2, 0], [4, 0]], lane, warp, [], [32 * warps, 8])
@@ -70,7 +73,7 @@ def _b_layout(warps):
 
 @gluon.constexpr_function
 def _parts_layout(warps):
-    """16 parts of v, (16 rows, 16 ranks) each: warps have parts of their own."""
+    """Where 16 parts of v lie, of 16 rows and 16 ranks each: every warp has parts of its own."""
     num = warps.bit_length() - 1
     register = [[0, 0, 1], [0, 0, 2], [0, 8, 0]] + [[1 << i, 0, 0] for i in range(num, 4)]
     lane = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
@@ -80,7 +83,8 @@ def _parts_layout(warps):
 
 @gluon.constexpr_function
 def _v_layout(warps):
-    """16 rows and 16 ranks of v, which all warps have: four ranks of two rows for each thread."""
+    """Where 16 rows and 16 ranks of v lie: every warp has all of them, and each thread four ranks
+    of two rows."""
     lane = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
     warp = [[0, 0]] * (warps.bit_length() - 1)
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], lane, warp, [], [16, 16])
@@ -100,14 +104,15 @@ def _unpacked(pairs, like):
 
 @gluon.jit
 def _in_order(y, WARPS: gl.constexpr, MMA: gl.constexpr):
-    """Rows as they are loaded, (16, 32 WARPS), as the result of a product."""
+    """Give a tile of rows, (16, 32 WARPS), which lies as it was loaded, the order of a product's
+    result. Nothing moves: columns get other numbers."""
     y = y.reshape(16, WARPS, 4, 4, 2).permute(0, 3, 1, 2, 4).reshape(16, 32 * WARPS)
     return gl.convert_layout(y, MMA)
 
 
 @gluon.jit
 def _from_order(y, WARPS: gl.constexpr, ROWS: gl.constexpr):
-    """The other way round."""
+    """Give a tile, (16, 32 WARPS), in the order of a product's result the order of memory."""
     y = y.reshape(16, 4, WARPS, 4, 2).permute(0, 2, 3, 1, 4).reshape(16, 32 * WARPS)
     return gl.convert_layout(y, ROWS)
 
@@ -159,7 +164,8 @@ def _load_b(b_at, o, r0, rank, F, B: gl.constexpr, MULTIPLE: gl.constexpr):
 
 @gluon.jit
 def _right(pairs, WARPS: gl.constexpr, MMA: gl.constexpr, like):
-    """Rows of B as they are loaded as a right operand, (16, 32 WARPS)."""
+    """Make rows of B, which lie as they were loaded, the right operand of a product, (16, 32
+    WARPS)."""
     b = _unpacked(pairs, like)
     b = b.reshape(WARPS, 4, 4, 2, 4, 2, 2).permute(5, 4, 6, 2, 0, 1, 3).reshape(16, 32 * WARPS)
     return gl.convert_layout(b, gl.DotOperandLayout(1, MMA, 2))
@@ -195,8 +201,8 @@ def _tile(
     K: gl.constexpr, W: gl.constexpr, PART: gl.constexpr, MAX_PARTS: gl.constexpr,
     MULTIPLE: gl.constexpr, GELU: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Units [begin, end) of the MAX_PARTS of a tile: some parts of F, of which each gives a part of
-    v."""
+    """Compute units [begin, end) of a tile. F is cut into parts, as the shrink of down cuts it, and
+    MAX_PARTS units share these; each part of x gives one part of down's v."""
     DTYPE: gl.constexpr = y_ptr.dtype.element_ty
     STEP: gl.constexpr = 32 * WARPS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
