@@ -194,6 +194,19 @@ def test_sizes_of_blocks_change_nothing() -> None:
     assert same(a, b)
 
 
+def test_tiles_of_an_adapter_that_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment of more tiles than are taken together, which begins behind others, and some that
+    are shorter."""
+    pool = make_pool(RANKS, torch.float32)
+    slots = [-1, *[0] * 3, *[1] * 150, *[2] * 70, *[3] * 17]
+    inputs = make_inputs(pool, len(slots))
+    backend = kernels.TritonBackend(pool, TUNING)
+    together = run(backend, slots, inputs)
+    check(pool, slots, inputs, together)
+    monkeypatch.setattr(kernels, "TOGETHER", 1)
+    assert same(run(backend, slots, inputs), together)
+
+
 def test_ranks_up_to_the_largest() -> None:
     table = build_table([("linear", 70, [("q", 16), ("k", 5), ("v", 3)])])
     ranks = [(256, 256, 256), (255, 0, 1), (64, 128, 200)]

@@ -33,7 +33,8 @@ blocks = Blocks()
 warm_up = {
     "shrink": lambda: many.shrink_rows.warmup(
         bf, f32, bf, i32, i64, i64, i32, 1, 3, 4096, 4, 7, NUM_SLICES=3, SHARES=many.SHARES,
-        STAGES=blocks.shrink_stages, num_warps=blocks.shrink_warps, **common, **early,
+        STAGES=blocks.shrink_stages, TILES=many.TOGETHER, num_warps=blocks.shrink_warps, **common,
+        **early,
     ),
     "expand": lambda: many.expand_rows.warmup(
         bf, f32, i32, bf, i32, i64, i64, i32, 1, 3, 4096, 4, 7, WIDTHS=(4096,), GATHER=False,

@@ -19,7 +19,8 @@ from tables import build_table
 from weft.core.targets import layout_of
 from weft.kernels import triton_experts
 from weft.kernels.linear import DenseWeight
-from weft.kernels.lora import AdapterPool, LoraBatch, Segment
+from weft.kernels.lora import AdapterPool, LoraBatch, Segment, triton_many
+from weft.kernels.lora import triton as lora_kernels
 from weft.kernels.lora.triton import TritonBackend
 from weft.kernels.ops import (
     Activation,
@@ -181,6 +182,25 @@ def test_experts(shape: tuple[int, int, int, int], num_rows: int) -> None:
         )
         assert alone_1I is not None
         assert torch.equal(alone_1I[0], y_TI[t])
+
+
+def test_tiles_that_are_computed_together(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """v of several tiles of an adapter, taken at once, is that of each tile alone, to the bit."""
+    slots = [*[-1] * 5, *[0] * 90, *[1] * 17, *[2] * 150, *[3] * 64]
+    segments = _segments(slots)
+    slot_T = torch.tensor(slots, dtype=torch.int32, device="cuda")
+    for group in TABLE.groups:
+        x, _ = _inputs(group.index, len(slots), backend.pool.arena.dtype)
+        made = []
+        for together in (triton_many.TOGETHER, 1):
+            monkeypatch.setattr(lora_kernels, "TOGETHER", together)
+            step = backend.begin(LoraBatch(slot_T, segments, slot_T, segments))
+            y = torch.zeros(len(slots), group.out_features, dtype=x.dtype, device="cuda")
+            step.linear(y, x, group.index)
+            made.append(y)
+        assert torch.equal(*made) and made[0].any()
 
 
 def test_products_in_fp8() -> None:

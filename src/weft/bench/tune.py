@@ -70,8 +70,8 @@ BLOCKS: Mapping[str, tuple[int, ...]] = {
     "expand_programs": (2, 8),
     "expand_warps": (8,),
     "expand_stages": (2, 3),
-    "shrink_programs": (4, 16),
-    "shrink_warps": (4,),
+    "shrink_programs": (1, 4),
+    "shrink_warps": (8,),
     "shrink_stages": (2, 4),
 }
 GAIN = 0.98

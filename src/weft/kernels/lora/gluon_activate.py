@@ -148,16 +148,19 @@ def _left(vs, index, MMA: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _load_b(b_at, o, r0, rank, F, B: gl.constexpr, MULTIPLE: gl.constexpr):
-    """Ranks [r0, r0 + 16) of some rows of B in pairs, (32 WARPS, 8). MULTIPLE: the rank is one of
-    8, so that rows begin where pairs do."""
-    r = r0 // 2 + gl.arange(0, 8, layout=gl.SliceLayout(0, B))[None, :]
+def _load_b(b_at, first, o, r0, rank, F, B: gl.constexpr, MULTIPLE: gl.constexpr):
+    """Ranks [r0, r0 + 16) of rows first + o of B in pairs, (32 WARPS, 8). MULTIPLE: the rank is one
+    of 8, so that rows begin where pairs do."""
+    r = gl.arange(0, 8, layout=gl.SliceLayout(0, B))[None, :]
+    there = first + o < F
     if MULTIPLE:
         num_pairs = rank // 8 * 4
-        pair_at = b_at.to(gl.pointer_type(gl.int32), bitcast=True) + o * num_pairs
-        return gl.load(pair_at + r, mask=(o < F) & (r < num_pairs), other=0)
-    low = gl.load(b_at + o * rank + 2 * r, mask=(o < F) & (2 * r < rank), other=0.0)
-    high = gl.load(b_at + o * rank + 2 * r + 1, mask=(o < F) & (2 * r + 1 < rank), other=0.0)
+        pair_at = b_at.to(gl.pointer_type(gl.int32), bitcast=True) + (o * num_pairs + r)
+        there = there & (r0 // 2 + r < num_pairs)
+        return gl.load(pair_at + (first * num_pairs + r0 // 2), mask=there, other=0)
+    at = b_at + (o * rank + 2 * r) + (first * rank + r0)
+    low = gl.load(at, mask=there & (r0 + 2 * r < rank), other=0.0)
+    high = gl.load(at + 1, mask=there & (r0 + 2 * r + 1 < rank), other=0.0)
     low = low.to(gl.uint16, bitcast=True).to(gl.int32)
     return low | high.to(gl.uint16, bitcast=True).to(gl.int32) << 16
 
@@ -185,11 +188,11 @@ def _rounded(x, like):
 
 @gluon.jit
 def _times_a(x, a, v, WARPS: gl.constexpr, SHRINK: gl.constexpr):
-    """v + x A^T: x (16, 32 WARPS) in the order of a product, A (16, 32 WARPS) as it is loaded. Each
-    warp adds up its own columns."""
-    left = x.reshape(16, 4, WARPS, 8).permute(2, 0, 1, 3).reshape(WARPS, 16, 32)
+    """v + A x^T, ranks by rows: x (16, 32 WARPS) in the order of a product, A (16, 32 WARPS) as it
+    is loaded. Each warp adds up its own columns."""
+    left = a.reshape(16, WARPS, 4, 4, 2).permute(1, 0, 3, 2, 4).reshape(WARPS, 16, 32)
     left = gl.convert_layout(left, gl.DotOperandLayout(0, SHRINK, 2))
-    right = a.reshape(16, WARPS, 4, 4, 2).permute(1, 3, 2, 4, 0).reshape(WARPS, 32, 16)
+    right = x.reshape(16, 4, WARPS, 8).permute(2, 1, 3, 0).reshape(WARPS, 32, 16)
     right = gl.convert_layout(right, gl.DotOperandLayout(1, SHRINK, 2))
     return mma_v2(left, right, v)
 
@@ -234,8 +237,8 @@ def _tile(
     ok = (pair_row < rows) & (at + pair < half)
     gate = gl.load(y_at + at, mask=ok, other=0)
     up = gl.load(y_at + half + at, mask=ok, other=0)
-    b_gate = _load_b(gate_at, 2 * at + o, 0, ranks[0], F, B, MULTIPLE)
-    b_up = _load_b(up_at, 2 * at + o, 0, ranks[1], F, B, MULTIPLE)
+    b_gate = _load_b(gate_at, 2 * at, o, 0, ranks[0], F, B, MULTIPLE)
+    b_up = _load_b(up_at, 2 * at, o, 0, ranks[1], F, B, MULTIPLE)
     a = gl.load(a_at + at, mask=(pair_row < R) & (at + pair < half), other=0)
     most = gl.maximum(gl.maximum(ranks[0], ranks[1]), 1)
     _sum_parts(vs, 0, work_ptr, row, rows, 0, ranks[0], most, ranks, K, W, PART, MAX_PARTS, PARTS)
@@ -247,11 +250,12 @@ def _tile(
     high_gate, low_gate = _left(vs, 0, MMA, DTYPE)
     high_up, low_up = _left(vs, _BLOCKS, MMA, DTYPE)
     V: gl.constexpr = gl.SliceLayout(0, SHRINK)
-    m_v = gl.arange(0, 16, layout=gl.SliceLayout(1, V))[:, None]
-    r_v = gl.arange(0, 16, layout=gl.SliceLayout(0, V))[None, :]
+    r_v = gl.arange(0, 16, layout=gl.SliceLayout(1, V))[:, None]
+    m_v = gl.arange(0, 16, layout=gl.SliceLayout(0, V))[None, :]
     v_at = next_ptr + (row + m_v).to(gl.int64) * W + r_v
     no_v = gl.full([WARPS, 16, 16], 0.0, gl.float32, layout=SHRINK)
     v = no_v
+    part, left = first // each, each
     for step in range(first, last):
         sum_gate = _in_order(_unpacked(gate, y_ptr), WARPS, MMA).to(gl.float32)
         sum_up = _in_order(_unpacked(up, y_ptr), WARPS, MMA).to(gl.float32)
@@ -260,8 +264,8 @@ def _tile(
         b = _right(b_up, WARPS, MMA, y_ptr)
         sum_up = mma_v2(high_up, b, mma_v2(low_up, b, sum_up))
         for r0 in range(16, most, 16):
-            b = _load_b(gate_at, 2 * at + o, r0, ranks[0], F, B, MULTIPLE)
-            c = _load_b(up_at, 2 * at + o, r0, ranks[1], F, B, MULTIPLE)
+            b = _load_b(gate_at, 2 * at, o, r0, ranks[0], F, B, MULTIPLE)
+            c = _load_b(up_at, 2 * at, o, r0, ranks[1], F, B, MULTIPLE)
             b = _right(b, WARPS, MMA, y_ptr)
             c = _right(c, WARPS, MMA, y_ptr)
             high, low = _left(vs, r0 // 16, MMA, DTYPE)
@@ -275,16 +279,19 @@ def _tile(
         ok = (pair_row < rows) & (at + pair < until)
         gate = gl.load(y_at + at, mask=ok, other=0)
         up = gl.load(y_at + half + at, mask=ok, other=0)
-        b_gate = _load_b(gate_at, 2 * at + o, 0, ranks[0], 2 * until, B, MULTIPLE)
-        b_up = _load_b(up_at, 2 * at + o, 0, ranks[1], 2 * until, B, MULTIPLE)
+        b_gate = _load_b(gate_at, 2 * at, o, 0, ranks[0], 2 * until, B, MULTIPLE)
+        b_up = _load_b(up_at, 2 * at, o, 0, ranks[1], 2 * until, B, MULTIPLE)
         a = gl.load(a_at + at, mask=(pair_row < R) & (at + pair < until), other=0)
         x = _rounded(_activated(sum_gate, sum_up, 0.0, 0.0, GELU, False), y_ptr)
         there = (m < rows) & (step * STEP + f < F)
         gl.store(out_at + step * STEP, _from_order(x, WARPS, ROWS), mask=there)
         v = _times_a(x, _unpacked(a_now, y_ptr), v, WARPS, SHRINK)
-        if ((step + 1) % each == 0) | (step == num_steps - 1):
-            gl.store(v_at + step // each * stride, gl.sum(v, 0), mask=(m_v < rows) & (r_v < R))
+        left -= 1
+        if (left == 0) | (step == num_steps - 1):
+            gl.store(v_at + part * stride, gl.sum(v, 0), mask=(m_v < rows) & (r_v < R))
             v = no_v
+            part += 1
+            left = each
     for r0 in range(16, R, 16):  # of x that this thread has written
         for step in range(first, last):
             there = (m < rows) & (step * STEP + f < F)

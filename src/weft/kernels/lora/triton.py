@@ -42,7 +42,7 @@ from weft.kernels.linear import Weight
 from weft.kernels.lora import gluon_activate
 from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, LoraStep
 from weft.kernels.lora.triton_beside import NUM_FLAGS, launch_beside
-from weft.kernels.lora.triton_many import SHARES, expand_rows, shrink_rows, sum_v
+from weft.kernels.lora.triton_many import SHARES, TOGETHER, expand_rows, shrink_rows, sum_v
 from weft.kernels.lora.triton_ranks import RankExchange
 from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
 from weft.kernels.lora.triton_tiles import EXPERT
@@ -288,6 +288,7 @@ class TritonStep(LoraStep):
             NUM_SLICES=len(pool.table.groups[group].slices),
             SHARES=SHARES,
             STAGES=blocks.shrink_stages,
+            TILES=TOGETHER,
             num_warps=blocks.shrink_warps,
             **constants,
         )

@@ -85,7 +85,7 @@ class TileList:
     ) -> TileRows:
         """The tiles of as many rows as there is room for."""
         found = [
-            (slot, first, min(TILE_ROWS, stop - first), 0)
+            (slot, first, stop - first, 0)
             for slot, start, stop in segments
             for first in range(start, stop, TILE_ROWS)
         ]

@@ -4,10 +4,11 @@
 Shapes: T token rows, K inputs and O outputs of a group, S slots, G groups, L slices of the model,
 R the summed ranks of a group's slices in one adapter, W floats of workspace a row.
 
-A tile has consecutive rows of one slot. It is four int32: its slot and expert (see EXPERT), first
-row, number of rows and, in the first tile, how many there are. `work` is fp32 (T, W), row t holding
-v[t] as (parts, R rounded up to 16), `a_offset` int64 (S, G), `b_offset` int64 and `rank` int32
-(S, L).
+A tile has consecutive rows of one slot, at most TILE_ROWS. It is four int32: its slot and expert
+(see EXPERT), its first row, the number of rows from there on that belong to the slot, in this tile
+and those behind it, and, in the first tile, how many tiles there are. `work` is fp32 (T, W), row t
+holding v[t] as (parts, R rounded up to 16), `a_offset` int64 (S, G), `b_offset` int64 and `rank`
+int32 (S, L).
 
 How sums are cut is decided here alone, so that v and delta have the same bits whatever kernel
 they come from and whatever else is in a batch (but for `weft.kernels.lora.gluon_activate`).
@@ -128,7 +129,7 @@ def read_tile(
     NUM_SLICES: tl.constexpr,
 ):
     """What the tables say of a tile, as the functions below take it: (expert, first row, number of
-    rows, offset of A, ranks by slice, offsets of B by slice)."""
+    rows in this tile and those behind it, offset of A, ranks by slice, offsets of B by slice)."""
     slot_and_expert = tl.load(tile_ptr)
     slot = slot_and_expert % _EXPERT
     a_offset = tl.load(a_offset_ptr + slot * num_groups + group)

@@ -77,9 +77,9 @@ class Blocks:
 
     columns: int = 128
     """Columns that a program of the expand takes at a time."""
-    shrink_programs: int = 8
+    shrink_programs: int = 2
     """Programs for each processor, as is `expand_programs`."""
-    shrink_warps: int = 2
+    shrink_warps: int = 4
     shrink_stages: int = 3
     expand_programs: int = 4
     expand_warps: int = 4
