@@ -7,6 +7,8 @@ tables of `StateWork`, so that a captured step serves every mix of sequences.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -15,14 +17,20 @@ from torch import Tensor
 from weft.core.numbers import cdiv
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows
 from weft.kernels.ops import Product
-from weft.kernels.triton_base import has_pending, launch_options, starts_early, with_pending
+from weft.kernels.triton_base import (
+    has_pending,
+    launch_options,
+    processors,
+    starts_early,
+    with_pending,
+)
 from weft.kernels.triton_delta_chunks import block_of, run_chunks, sizes_of
 from weft.kernels.triton_delta_short import gated_norm, keep_inputs, silu
 from weft.kernels.triton_delta_solve import decay
 
-PART, WARPS = 64, 2
-"""Columns of a state that one program of a decode has, and its warps: what was fastest on an H200,
-82 us for 64 rows of a Qwen3.5-9B layer, where parts of 32 with 4 warps take 111."""
+PART = 64
+"""Columns of a state that one program of a decode has: what was fastest on an H200, 82 us for 64
+rows of a Qwen3.5-9B layer with 2 warps, where parts of 32 with 4 warps take 111."""
 
 
 @triton.jit
@@ -239,10 +247,13 @@ def _run_decodes(
     W, C = layer.conv_WC.shape
     read_NHE = y_TO.new_empty((N, H, E), dtype=torch.float32)
     part, inputs = min(PART, block_of(E)), (y_TO, *y.pending_tensors())
-    _decode[N, H, cdiv(E, part)](
+    grid = (N, H, cdiv(E, part))
+    # Few programs leave processors idle, and more warps read what they need in fewer turns.
+    warps = 4 if math.prod(grid) <= 2 * processors(y_TO.device) else 2
+    _decode[grid](
         *inputs, read_NHE, cache.inputs, cache.delta, layer.conv_WC, layer.log_a_H,
         layer.dt_bias_H, decodes, positions_T, y_TO.stride(0), C,
-        **sizes, W=W, PART=part, num_warps=WARPS, **options,
+        **sizes, W=W, PART=part, num_warps=warps, **options,
     )  # fmt: skip
     _give_out[N, H](
         *inputs, read_NHE, out_TO, cache.inputs, layer.norm_E, decodes, positions_T,
