@@ -144,10 +144,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several; arguments and errors are those of `generate`. The
         adapter's own chat template is used if it has one, else the base's."""
-        if not isinstance(cast(object, conversations), Sequence):
-            message = f"a conversation must be a list of messages, got {conversations!r:.100}"
-            raise InvalidRequest(message, "messages")
-        one = bool(conversations) and isinstance(conversations[0], Mapping)
+        one = not _is_list(conversations) or (
+            bool(conversations) and isinstance(conversations[0], Mapping)
+        )
         many = cast(list[Conversation], [conversations] if one else list(conversations))
         return self._answer(many, self._encode_chat, params, adapter)
 
@@ -155,7 +154,8 @@ class LLM:
         self, name: str, path: str | Path, *, replace: bool = False, pinned: bool = False
     ) -> AdapterRef:
         """Load an adapter under `name`, with its tokenizer and chat template if it brings them.
-        `path` is a folder, or `hf://org/name[@revision]` on the hub.
+        `path` is a folder, `org/name[@revision]` on the Hugging Face hub, or a URI, such as
+        `https://host/adapter.tar.gz` or `s3://bucket/adapter`.
 
         With `replace`, it becomes a new version of a name that has other content.
         Content stays on the device while any of its names is loaded with `pinned`.
@@ -269,6 +269,9 @@ class LLM:
         return ids
 
     def _encode_chat(self, conversation: Conversation, language: Language) -> list[int]:
+        if not _is_list(conversation):
+            message = f"a conversation must be a list of messages, got {conversation!r:.100}"
+            raise InvalidRequest(message, "messages")
         messages = [_with_text(message, n) for n, message in enumerate(conversation)]
         return self._executor.run(self._intake.encode_chat(messages, language))
 
@@ -347,6 +350,10 @@ def _is_params(value: object) -> bool:
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _is_choice(value: object) -> bool:

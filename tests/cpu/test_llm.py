@@ -142,6 +142,12 @@ def test_no_conversations(llm: LLM, conversation: Any, param: str) -> None:
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("conversations", ["hello", ["hello"], None, [5]])
+def test_a_text_is_no_conversation(llm: LLM, conversations: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a conversation must be a list of messages, got"):
+        llm.chat(conversations)
+
+
 def test_halves_of_surrogate_pairs_are_no_text(llm: LLM) -> None:
     form = StructuredOutputs(regex=HALF)
     for params, prompt, param in (
