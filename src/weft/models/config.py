@@ -232,7 +232,10 @@ def resolve_model(
         if not (path / "config.json").is_file():
             what = "is no base model: it has no config.json"
             if (path / "adapter_config.json").is_file():
-                what = "is an adapter: name its base here, and the adapter with --lora-modules"
+                what = (
+                    "is an adapter, not a base model; weft serve takes adapters with"
+                    " --lora-modules, and weft.LLM as adapters"
+                )
             raise ConfigError(f"{path} {what}", "model")
         if revision is not None:
             message = f"--revision is for models from the hub, and {path} is a folder"
