@@ -373,7 +373,10 @@ def test_a_missing_base(tmp_path: Path) -> None:
     assert f"there is no folder {tmp_path / 'none'}" in line
     assert "is no base model" in refusal("serve", str(tmp_path), "--port", "0")
     line = refusal("serve", str(tiny.ADAPTERS["upper"]), "--port", "0")
-    assert "upper is an adapter, not a base model; weft serve takes adapters with --lora-modules" in line
+    assert (
+        "upper is an adapter, not a base model; weft serve takes adapters with --lora-modules"
+        in line
+    )
     too_long = "a" * 300
     assert too_long in refusal("serve", too_long, "--port", "0")
 

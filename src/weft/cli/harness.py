@@ -72,7 +72,7 @@ class Harness:
         self._tokenizer, self._max_model_len = tokenizer, max_model_len
         unknown = [name for name in asked.tasks if not self._manager.match_tasks([name])]
         if unknown:
-            message = f"there is no task {unknown[0]!r}; --include-path names a folder of your own"
+            message = f"there is no task {unknown[0]!r}; --include-path adds tasks of your own"
             raise ConfigError(message, "tasks")
 
     def prompts(self) -> list[Prompt]:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 Registry = Annotated[
     str,
-    typer.Option("--registry", metavar="URI", help="The registry, as for weft serve --registry."),
+    typer.Option(
+        "--registry", metavar="URI", help="The registry: a folder or s3://BUCKET/PREFIX (gs, az)."
+    ),
 ]
 NamedAdapter = Annotated[
     str, typer.Argument(metavar="NAME", help="The adapter's whole name, such as acme/sql.")

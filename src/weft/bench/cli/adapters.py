@@ -129,7 +129,8 @@ def cold(
     rank: Rank = 16,
     targets: Targets = None,
     repeats: Annotated[
-        int, typer.Option(help="Each time to a first token is the median of this many.", min=1)
+        int,
+        typer.Option(help="Each time to a first token is the median of this many requests.", min=1),
     ] = 9,
     seed: Seed = 0,
     plot: Plot = Path("weft-bench-cold.png"),

@@ -49,7 +49,7 @@ def decode(
         workload_option(
             metavar="NAME,...",
             help="Adapters in the batch: none; identical, one for all; uniform, as many as the"
-            " root of the batch, equally often; skewed, a few asked much more than others;"
+            " square root of the batch, equally often; skewed, a few asked much more than others;"
             " distinct, one for each.",
         ),
     ] = "none,identical,uniform,skewed,distinct",
@@ -316,8 +316,10 @@ class LoadFlags:
         str,
         workload_option(
             metavar="ARRIVAL",
-            help="When requests are sent: poisson:RATE a second; bursty:RATE,BURST, so many at"
-            " once; all at once; or closed:CONCURRENCY, each user after the last answer.",
+            help="When requests are sent. poisson:RATE: RATE requests per second, at random."
+            " bursty:RATE,BURST: RATE per second too, but BURST at a time. all: all at once."
+            " closed:CONCURRENCY: by so many users, each of whom waits for the answer before the"
+            " next request.",
         ),
     ] = "poisson:8"
     num_requests: Annotated[int, workload_option(min=1, help="Requests to send in all.")] = 256

@@ -41,7 +41,7 @@ def kernels(
     ] = "none,identical,uniform,skewed,distinct",
     rank: Rank = 16,
     repeats: Annotated[
-        int, workload_option(help="Each result is the median of this many.", min=1)
+        int, workload_option(help="Each result is the median of this many runs.", min=1)
     ] = 9,
     seed: Seed = 0,
     plot: Plot = Path("weft-bench-kernels.png"),
@@ -83,7 +83,7 @@ def tune(
     ] = 1,
     rank: Rank = 16,
     repeats: Annotated[
-        int, workload_option(help="Each time is the median of this many.", min=1)
+        int, workload_option(help="Each time is the median of this many runs.", min=1)
     ] = 9,
     output: Annotated[
         Path | None,
