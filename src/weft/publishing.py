@@ -67,7 +67,7 @@ def publish(
         files, source = files_of_tensors(config, adapter), ""
     else:
         if config is not None:
-            raise AdapterInvalid("config: a folder has its own", "config")
+            raise AdapterInvalid("config: this is for tensors; a folder has its own", "config")
         files, source = files_of_folder(str(adapter)), str(adapter)
     checked = check(files, None if base is None else str(base))
     with ExitStack() as stack:

@@ -56,7 +56,7 @@ def test_the_scores_are_those_of_each_model_alone(tmp_path: Path) -> None:
     unknown = CliRunner().invoke(app, ["eval", str(BASE), *SMALL, "--tasks", "nothing"])
     assert unknown.exit_code == 1 and "'nothing'" in unknown.output
     many = CliRunner().invoke(app, [*command[:-4], "--limit", "1", "--num-fewshot", "500"])
-    assert many.exit_code == 1 and "weft: error: the tasks can't be run so" in many.output
+    assert many.exit_code == 1 and "weft: error: the tasks can't be run like this" in many.output
 
 
 @pytest.fixture

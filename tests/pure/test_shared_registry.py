@@ -157,7 +157,7 @@ def test_a_store_that_is_away(
             registry.poll()
         assert registry.state.names["sql"].generation == 1
         wait_until(lambda: registry.stale_s() > 0.1)
-        wait_until(lambda: "its last state holds" in caplog.text)
+        wait_until(lambda: "its last state is used" in caplog.text)
         store.away = False
         wait_until(lambda: registry.stale_s() < 0.1)
         registry.poll()

@@ -264,7 +264,7 @@ def profile_row(
     """Sum up the kernels of `num_steps` steps. Raises ConfigError if they are too few to be all
     that ran."""
     if len(spans) < FEWEST * num_steps:
-        message = f"the profiler saw {len(spans)} kernels in {num_steps} steps: not those of graphs"
+        message = f"in {num_steps} steps the profiler saw {len(spans)} kernels, and none of graphs"
         raise ConfigError(message)
     launches = Counter(span.name for span in spans)
     taken = dict.fromkeys(launches, 0.0)

@@ -108,7 +108,7 @@ class Harness:
                 **options,
             )
         except ValueError as error:  # such as more examples than a task has
-            raise ConfigError(f"the tasks can't be run so: {error}", "tasks") from error
+            raise ConfigError(f"the tasks can't be run like this: {error}", "tasks") from error
         return results
 
 

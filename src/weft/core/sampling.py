@@ -52,7 +52,7 @@ class StructuredOutputs:
         forms = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
         given = sum(getattr(self, form) not in (None, False, ()) for form in forms)
         if given != 1:
-            message = f"structured_outputs needs exactly one constraint, got {given}"
+            message = f"structured_outputs needs exactly one form, got {given}"
             raise InvalidRequest(message, "structured_outputs")
 
 
@@ -63,14 +63,14 @@ SPECULATIVE = ("off", "ngram", "mtp")
 class SamplingParams:
     """How to choose the tokens of one request.
 
-    `temperature` below LEAST_DIVISOR is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the
-    filter off. `seed` makes a request's tokens reproducible, whatever else is in its batch.
-    `logprobs` is the number of alternatives to report beside the chosen token (None: no
-    log-probabilities at all), `prompt_logprobs` likewise at each position of the prompt.
+    `temperature` 0 always takes the likeliest token. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are
+    off. `seed` makes a request's tokens reproducible, whatever else is in its batch. `logprobs` is
+    the number of alternatives to report beside each token of the output (None: report no
+    log-probabilities), and `prompt_logprobs` the same for each token of the prompt.
 
-    If the rules leave no token to choose, the request is refused where that can be seen beforehand.
-    Otherwise the stronger rules hold, in this order: `structured_outputs`, `allowed_token_ids`, bad
-    words of one token, `min_tokens`, other bad words.
+    If some fields together leave no token to choose, the request is refused where that can be seen
+    beforehand. Otherwise the weaker fields give way. The strongest comes first: structured outputs,
+    `allowed_token_ids`, bad words of one token, `min_tokens`, other bad words.
 
     Raises InvalidRequest, naming the field, for a value out of range.
     """

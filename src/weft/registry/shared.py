@@ -207,8 +207,8 @@ class SharedRegistry:
     # -- the thread ----------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        unexpected = ""  # what was logged last
-        is_away = False  # whether that was logged
+        unexpected = ""  # the unexpected error that was logged last
+        is_away = False  # whether the log says that the registry does not answer
         while True:
             try:
                 if not self._commit():
@@ -220,7 +220,7 @@ class SharedRegistry:
                 self._give_up(error)
                 if not is_away and (stale_s := self.stale_s()) >= STALE_S:
                     is_away = True
-                    message = "the registry has not been read for %.0f s: %s; its last state holds"
+                    message = "the registry has not answered for %.0f s: %s; its last state is used"
                     _log.warning(message, stale_s, error.message)
             except Exception as error:
                 if repr(error) != unexpected:

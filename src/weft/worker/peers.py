@@ -213,9 +213,9 @@ class Peers:
             try:
                 error = done.result(SETTLE_S)
             except TimeoutError:
-                error = f"a rank has not come to rest within {SETTLE_S:.0f} s"
+                error = f"a rank has not finished its steps within {SETTLE_S:.0f} s"
             if error:
-                raise EngineDead(f"the ranks of the model don't go on: {error}")
+                raise EngineDead(f"the ranks of the model can't go on: {error}")
         self._step_failed = ""
 
     def check_steps(self) -> None:

@@ -51,4 +51,4 @@ class Starting:
         if self.is_over or now - self._since <= most_s:
             return ""
         last = ", ".join(f"rank {i}: {stage or 'none'}" for i, stage in enumerate(self._ended))
-        return f"the ranks have not got on with their start for {most_s:.0f} s (last done: {last})"
+        return f"the start of the ranks made no progress for {most_s:.0f} s (last done: {last})"
