@@ -90,7 +90,7 @@ Block = Annotated[
 ]
 
 _ROLE_OF_BLOCK = {ThinkingBlock: "assistant", ToolUseBlock: "assistant", ToolResultBlock: "user"}
-"""Who alone may say what."""
+"""The role that a message with such a block must have."""
 
 
 class MessageParam(LenientBody):

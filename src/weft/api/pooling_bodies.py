@@ -84,7 +84,7 @@ class RerankBody(PoolingBody):
     query: str
     documents: Annotated[list[StringOr[str, Document]], bounded(MAX_PROMPTS, least=1)]
     top_n: int | None = Field(None, ge=0)
-    """How many of the best are told; 0 and null: all."""
+    """How many of the best documents the answer has; 0 and null: all."""
     return_documents: bool | None = None
 
     def texts(self) -> list[str]:

@@ -234,7 +234,7 @@ class Reader:
         self._parser = parser
         self._one_call = one_call
         self._pairs = WholePairs()
-        """Of the newest call's arguments."""
+        """Reads the newest call's arguments."""
         self._newest = 0
         self.content = ""
         self.reasoning = ""

@@ -22,7 +22,7 @@ _TYPES = {
     "svg": "image/svg+xml",
 }
 _HEADERS = {
-    # Nothing from elsewhere, nothing inline, and in nobody's frame.
+    # The page loads nothing from elsewhere, runs nothing inline, and can't be shown in a frame.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'",

@@ -57,7 +57,7 @@ def response_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(request: Request, response_id: str) -> Response:
-        """A stored response of one's own. It is not streamed."""
+        """A response that the same tenant has stored. It is not streamed."""
         known = {"stream": ("false",)}
         strict = service.settings.strict_fields
         note_ignored(request, ignored_fields(request.query_params, known, strict=strict))

@@ -174,8 +174,8 @@ class GenerationBody(ModelBody):
     regex: str | None = None
     ebnf: str | None = None
     speculative: str | None = None
-    """Whether the next tokens are guessed from the text so far, which changes the speed only: ngram
-    or off."""
+    """Whether and how the next tokens are guessed, which only changes the speed: off, ngram or mtp;
+    by default as the server's --speculative says."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None

@@ -47,7 +47,7 @@ async def newest_that_fit(
 
     fitting: list[int] | None = None
     fewest, most = 0, max(len(begins) - 1, 0)
-    middle = 0  # often nothing must go
+    middle = 0  # most conversations fit as they are
     while fewest <= most:
         try:
             ids = await encode(without(middle))
