@@ -70,7 +70,7 @@ class SharedTenants:
 
 
 def _unique(members: dict[str, Member]) -> dict[str, Member]:
-    """Those that have no key or name of another one before them."""
+    """The members, without those that share a name, a key or a key's id with an earlier one."""
     unique: dict[str, Member] = {}
     for name, member in members.items():
         try:

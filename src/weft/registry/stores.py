@@ -185,7 +185,7 @@ class DirectoryStore:
             except FileExistsError:
                 return False
             except FileNotFoundError:
-                # Whoever deletes the last file of a folder may delete the folder once more.
+                # Whoever deletes a folder's last file also deletes the folder, perhaps repeatedly.
                 aside.stat()  # the whole store may be gone, too
                 self._make_folder(path.parent)
             else:
@@ -193,7 +193,7 @@ class DirectoryStore:
                 return True
 
     def _make_folder(self, folder: Path) -> None:
-        """Create a folder in the store's own, but never that one, which may just not be mounted."""
+        """Create a folder within the store. The store's own is left alone: it may be unmounted."""
         if folder != self._root:
             self._make_folder(folder.parent)
             folder.mkdir(exist_ok=True)
@@ -216,7 +216,7 @@ class DirectoryStore:
 
 
 def _others(error: OSError) -> None:
-    """Listing is done with what is missing, and fails with all else."""
+    """Raise an error of a listing, which goes on without what is missing."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
