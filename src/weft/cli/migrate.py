@@ -20,7 +20,7 @@ from weft.terminal.options import ending_in_one_line
 from weft.terminal.plain import plain
 
 BASE = ("--model", "--model-path", "--model-id")
-"""What other servers call the base model, where it is no argument."""
+"""The flags by which other servers take the base model, which is an argument here."""
 
 RENAMED = {
     "--chunked-prefill-size": "--max-num-batched-tokens",

@@ -177,7 +177,7 @@ class AdapterRow:
     tokens_per_s: float
     requests_per_s: float
     num_requests: float
-    """Since its series began."""
+    """Requests since the adapter got metrics of its own."""
     first_token: Latency
     per_token: Latency
     level: str

@@ -18,7 +18,7 @@
     │   ├── QuotaExceeded           429  the tenant has published as much as it may
     │   ├── AdapterPathRefused      400  the path is not one that may be read
     │   ├── AdapterNotFound         404  there is no such adapter or path
-    │   └── AdapterUnavailable      503  it was accepted once, but can't be made resident now
+    │   └── AdapterUnavailable      503  it was loaded once, but can't be brought to the device now
     │       └── AdapterQuarantined  503  its check failed; loading it again lifts this
     ├── Overloaded                  429  the queue is full; `retry_after_s` says when to try again
     ├── RequestTimeout              504  it took longer than the operator allows

@@ -119,7 +119,7 @@ def enforceable_regex(pattern: str, in_json: bool = False) -> str:
         elif (atom == "^" and match.start() > 0) or (atom == "$" and match.end() < len(pattern)):
             raise refusal(f"{atom} inside a regular expression is not supported")
         elif atom == "(?P":
-            atom = "(?"  # the name follows, which xgrammar reads without P only
+            atom = "(?"  # xgrammar reads the name that follows only without P
         elif atom in "^$":
             continue  # the whole text has to match in any case
         atoms.append(atom)
@@ -165,8 +165,8 @@ def _without_code(atom: str) -> str:
 
 
 def _class_of(members: list[str]) -> str:
-    """The class of these members. A caret at its beginning goes to the end: there xgrammar takes
-    one for the sign of a class of what it names not, also if it is escaped."""
+    """A class with these members. A caret at its beginning is moved to the end: xgrammar takes even
+    an escaped one for the sign that negates the class."""
     if members == [r"\^"]:
         return r"\^"
     if members[:1] == [r"\^"]:

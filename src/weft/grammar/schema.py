@@ -206,7 +206,7 @@ class _Checker:
                 enforceable_regex(pattern, True): self.check(sub)
                 for pattern, sub in patterns.items()
             }
-            checked.pop("additionalProperties", None)  # names outside the pattern: none come
+            checked.pop("additionalProperties", None)  # names have to match the pattern
         elif open_ended:
             checked["additionalProperties"] = self.check(checked["additionalProperties"])
 

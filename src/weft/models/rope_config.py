@@ -123,9 +123,9 @@ def read_rope(
         read.setdefault("factor", hf.max_position_embeddings / p[_ORIGINAL])
     if kind == "longrope":
         read["short_factor"] = tuple(map(float, read["short_factor"]))
-        del read["long_factor"]  # contexts that it is for are not served
+        del read["long_factor"]  # for contexts that are not served
     if kind == "yarn":
-        # 0 stands for "the default" there.
+        # transformers takes 0 for the default of these fields.
         read = {k: v for k, v in read.items() if v or not k.startswith("beta_")}
     theta = float(p["rope_theta"])
     return RopeConfig(theta, kind, partial_rotary_factor=share, interleaved=interleaved, **read)
