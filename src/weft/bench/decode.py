@@ -204,7 +204,7 @@ def decode_results(rows: Sequence[DecodeRow]) -> list[dict[str, object]]:
 
 def decode_table(rows: Sequence[DecodeRow]) -> Table:
     table = new_table(
-        "", "batch", "pattern", "adapters", "ms per step", "to none", "tokens/s", names=0
+        "", "batch", "pattern", "adapters", "ms per step", "vs none", "tokens/s", names=0
     )
     table.columns[1].justify = "left"
     base = _without_adapters(rows)

@@ -181,7 +181,8 @@ def profile(
         str,
         workload_option(
             metavar="NAME,...",
-            help="Adapters in the batch, as for decode. LoRA's part is the difference to none.",
+            help="Adapters in the batch, as for weft bench decode. LoRA's part is the difference"
+            " from the pattern none.",
         ),
     ] = "none,identical",
     rank: Rank = 16,
