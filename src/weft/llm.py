@@ -49,11 +49,16 @@ class RequestOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    """One for each token of the output, if they were asked for."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """One for each token of the prompt, None for its first."""
     finish_reason: FinishReason | None = None
+    """"stop" after an end-of-sequence token, a stop token or a stop string; "length" after
+    `max_tokens` or at the end of the context."""
     stop_reason: int | str | None = None
+    """The stop token or stop string; None for an end-of-sequence token."""
     num_cached_tokens: int = 0
+    """How many tokens of the prompt came from the prefix cache."""
 
 
 class LLM:

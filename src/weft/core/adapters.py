@@ -17,7 +17,8 @@ MAX_SCALE = 100.0
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """One immutable adapter version. `digest` (sha256, hex) keys slots, KV and images."""
+    """One version of an adapter, which never changes. `digest` is a sha256 over its configuration
+    and weights, in hex. It tells contents apart wherever they are kept or cached."""
 
     name: str
     """In a shared registry, the name includes the version's number: `acme/sql@v7`."""
@@ -102,8 +103,8 @@ class AdapterPart:
 
 @dataclass(frozen=True, slots=True)
 class WeightedAdapter:
-    """An adapter by its name, and the factor of its part in a sum: a number from -MAX_SCALE to
-    MAX_SCALE. Raises InvalidRequest for any other scale."""
+    """An adapter by its name, and the factor of its part in a sum, from -100 to 100. Raises
+    InvalidRequest for any other scale."""
 
     name: str
     scale: float = 1.0
