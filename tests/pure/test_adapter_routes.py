@@ -89,7 +89,7 @@ def test_the_log_tells_of_changes(world: World, caplog: pytest.LogCaptureFixture
 
     with caplog.at_level("INFO", "weft.api.audit"):
         run(world, scenario)
-    told = [line.partition(", version ") for line in caplog.messages]
+    told = [line.partition(", digest ") for line in caplog.messages]
     words = ["adapter 'a': loaded", "adapter 'a': replaced", "adapter 'a': unloaded"]
     assert [line[0] for line in told] == words
     assert told[0][2] != told[1][2] == told[2][2] and len(told[0][2]) == 16

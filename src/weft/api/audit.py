@@ -108,8 +108,8 @@ class AuditLog:
             self.write(made)
             raise
         else:
-            version = f", version {made.digest[:16]}" if made.digest else ""
-            logger.info("adapter %r: %s%s", made.name, _DONE[made.action], version)
+            digest = f", digest {made.digest[:16]}" if made.digest else ""
+            logger.info("adapter %r: %s%s", made.name, _DONE[made.action], digest)
             self.write(made)
 
     def write(self, entry: AuditEntry) -> None:
