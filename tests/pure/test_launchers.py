@@ -289,6 +289,25 @@ def test_a_cluster_whose_terminal_is_closed_hands_its_requests_over(
     assert folder_of("default").read().num_nodes == 0
 
 
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("names", [[], ["--served-model-name=other"]])
+def test_a_base_has_the_name_by_which_it_was_given(
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `weft serve`, though nodes get the absolute path of its folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("base").mkdir()
+    started = all_started(monkeypatch)
+    monkeypatch.setattr("weft.cli.cluster.check_port", Mock())
+    monkeypatch.setattr("weft.cli.cluster.time.sleep", Mock(side_effect=KeyboardInterrupt))
+    CliRunner().invoke(app, ["cluster", "up", "base", "--nodes", "1", *names])
+    command = " ".join(started[0].command)
+    assert f"serve {tmp_path / 'base'} " in command
+    assert command.count("--served-model-name") == 1
+    assert ("--served-model-name base" in command) == (not names)
+
+
 def test_a_node_that_does_not_speak_http() -> None:
     """Something else may listen at a port where a node is looked for."""
 

@@ -117,16 +117,19 @@ def up(
     with ending_in_one_line():
         folder = folder_of(name)
         args = ClusterArgs(
-            model=_absolute(model),
+            model=str(Path(model).absolute()) if Path(model).is_dir() else model,
             num_nodes=nodes,
             registry=_registry(registry, None if on == "ray" else folder),
             port=port,
             num_cpus=num_cpus,
             flags=tuple(flags or ()),
         )
-        num_ranks = _num_ranks(context, args)
+        params = _serve_params(context, args)
+        if not params["served_model_name"]:  # as given, like that of weft serve
+            args = replace(args, flags=("--served-model-name", model, *args.flags))
         if on == "ray":
-            _up_ray(name, replace(args, num_gpus=_num_gpus(num_gpus, num_ranks)))
+            num_gpus = _num_gpus(num_gpus, params["tensor_parallel_size"])
+            _up_ray(name, replace(args, num_gpus=num_gpus))
         else:
             with folder.held(args):
                 _run_local(folder, args)
@@ -141,13 +144,12 @@ def _registry(given: str | None, folder: ClusterFolder | None) -> str:
     return given if "://" in given else str(at_home(given).absolute())
 
 
-def _num_ranks(context: typer.Context, args: ClusterArgs) -> int:
-    """How many ranks a node's engine has. Raises what `weft serve` says of flags that it does not
+def _serve_params(context: typer.Context, args: ClusterArgs) -> dict[str, Any]:
+    """The parameters of each node's `weft serve`. Raises what that says of flags that it does not
     know, before a node is started."""
     weft = context.find_root().command
     assert isinstance(weft, TyperGroup)
-    found = weft.commands["serve"].make_context("weft serve", [args.model, *args.flags])
-    return int(found.params["tensor_parallel_size"])
+    return weft.commands["serve"].make_context("weft serve", [args.model, *args.flags]).params
 
 
 def _num_gpus(given: float | None, num_ranks: int) -> float:
@@ -160,10 +162,6 @@ def _num_gpus(given: float | None, num_ranks: int) -> float:
         message = f"--num-gpus {given:g} does not fit --tensor-parallel-size {num_ranks}"
         raise ConfigError(message, "num_gpus")
     return given
-
-
-def _absolute(model: str) -> str:
-    return str(Path(model).absolute()) if Path(model).is_dir() else model
 
 
 def folder_of(name: str) -> ClusterFolder:
