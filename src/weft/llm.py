@@ -184,9 +184,8 @@ class LLM:
             llm.publish_adapter("policy", config, tensors)
 
         Both arguments are copied and checked like files, but B may be zero everywhere, as before
-        the first step of a training. Equal content is the same version, wherever it comes from.
-        Its image stays on the host until it is unloaded or replaced.
-        Raises AdapterError, InvalidRequest.
+        the first step of a training. Equal arguments are the same version. The adapter stays in
+        host memory until it is unloaded or replaced. Raises AdapterError, InvalidRequest.
         """
         check_switches(pinned=pinned)
         executor = self._free

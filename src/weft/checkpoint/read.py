@@ -291,11 +291,12 @@ def _sizes(value: object) -> tuple[int, ...] | None:
 
 
 def files_of(config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) -> AdapterFiles:
-    """What PEFT would save: `peft_config.to_dict()` and `get_peft_model_state_dict(model)`.
+    """The files of `peft_config.to_dict()` and `get_peft_model_state_dict(model)`.
 
-    The bytes depend on the content alone, and are those of PEFT's own files as long as these keep
-    its order of a config's lists. Tensors may be on any device; those of other floating types than
-    are served become float32. Raises AdapterInvalid for what can't be in such files.
+    The bytes depend on the arguments alone. PEFT's own files can differ in the config, as saving
+    sets some of its fields, such as `inference_mode`. Tensors may be on any device; those of other
+    floating types than are served become float32. Raises AdapterInvalid for what can't be in such
+    files.
     """
     from safetensors.torch import save
 
