@@ -253,8 +253,8 @@ def test_what_is_neither_one_value_nor_several(llm: LLM) -> None:
         with pytest.raises(InvalidRequest) as caught:
             llm.generate(**({"prompts": [1, 5]} | options))
         assert caught.value.param == param
-    messages: Any = "hello"
-    with pytest.raises(InvalidRequest, match=r"messages\[0\] must be a mapping"):
+    messages: Any = [*ask("hello"), "hello"]
+    with pytest.raises(InvalidRequest, match=r"messages\[1\] must be a mapping"):
         llm.chat(messages)
 
 
