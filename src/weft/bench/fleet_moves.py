@@ -13,8 +13,8 @@ from weft.fleet.route import Routed, Router
 from weft.fleet.view import RoutedRequest
 
 SHARE, GENTLE = 0.5, 0.1
-"""The part of a node's time that it may spend on prompts of requests that move to it: because
-their node is lost, or because theirs is to be left idle, where nobody waits for them."""
+"""The part of its time that a node may spend on prompts of requests that move to it. SHARE: their
+node is lost. GENTLE: their node is to be idle, and serves them until they move."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 WARM = 0.3
 """The part of a replay that is not measured: memory is empty at first."""
 LAST_S = 3.0
-"""Nor are first tokens of requests that come so shortly before the end of a long one."""
+"""First tokens of requests that come in these last seconds of a long replay are not measured."""
 GC_EACH = 50_000
-"""Objects between two looks for cycles, of which a replay makes hardly any."""
+"""Python looks for cyclic garbage, of which a replay makes hardly any, once in so many objects."""
 OMNISCIENT = "omniscient"
 """A router for all nodes that always knows everything, beside the policies: it decides by cost."""
 

@@ -37,7 +37,7 @@ DEATH_SEEN_S, HANG_SEEN_S = 0.01, 0.2
 RESTART_S, HANG_S, CUT_S = 10.0, 3.0, 3.0
 """How long a dead node is away, a hanging one hangs, and a cut link is cut."""
 SLACK_S = 1e-9
-"""Nodes are looked at so much late, as when they do something next is known up to rounding."""
+"""How much later a node is looked at than it is due, as that time is subject to rounding."""
 AGAIN_S = 0.5
 """A request that no node takes is tried again after this time."""
 
@@ -197,7 +197,7 @@ class FleetSimulator:
         heapq.heappush(self._events, (when, self._count, action))
 
     def _each(self, period_s: float, action: Callable[[float], None], place: int = 0) -> None:
-        """Do something again and again; the first times of different places are apart."""
+        """Repeat something; places, from 0 on, begin at different times, and so take turns."""
 
         def again(now: float) -> None:
             action(now)

@@ -24,11 +24,11 @@ NEW_TOKENS = 160.0
 LONGEST_PROMPT = 6000
 LONGEST_ANSWER = 2000
 PAUSE_S, LEAVES_S = 5.0, 30.0
-"""A user needs at least so long, the answer's time included, to go on, and has left after more
-than that."""
+"""A user continues a session PAUSE_S after the last request at the earliest, and LEAVES_S after it
+at the latest."""
 BURST_EACH_S, BURST_S, BURST_TIMES = 10.0, 1.0, 3.0
-"""In `bursts`, in the middle of each such time the rate is for so long that many times as high,
-and lower between."""
+"""In `bursts`, the rate is BURST_TIMES the mean for BURST_S in the middle of every BURST_EACH_S,
+and lower in between."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class SimulationRow:
     """Jain's index over tenants with waiting requests in ten seconds, on average; None if there
     never were two of them for so long."""
     gap: float | None
-    """How far they were apart, as a part of the mean, at worst."""
+    """The largest difference between two of these tenants, as a part of the mean."""
     loads: int
     preemptions: int
     seconds: float

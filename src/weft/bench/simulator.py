@@ -94,7 +94,7 @@ class Replay:
     """Jain's index of what tenants were served, prompts and answers weighed as the scheduler does,
     for each ten seconds in which several of them had requests waiting all the time."""
     gaps: list[float] = field(default_factory=list)
-    """How far they were apart: the most less the least, as a part of the mean."""
+    """The most that any of these tenants was served less the least, as a part of the mean."""
 
     @property
     def hit_rate(self) -> float:

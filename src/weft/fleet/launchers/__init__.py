@@ -27,8 +27,9 @@ NODE = "node-"
 """A node's name is this and the node's number, from 0 on."""
 
 State = Literal["unplaced", "starting", "up", "not ready", "ended"]
-"""unplaced: no machine of a Ray cluster has room for it yet. not ready: it takes no requests now,
-such as one that drains, hangs or is gone; of one that nobody here has started, no more is known."""
+"""unplaced: no machine of a Ray cluster has room for the node yet. not ready: it takes no requests
+now, for example because it drains, hangs or is gone. Nodes that somebody else has started have this
+state too, as no more is known of them here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ class ClusterArgs:
     port: int = 8000
     """The HTTP port of the first node; those after it on its machine have the next ones."""
     num_cpus: float = 1
-    """What a node takes of Ray's resources."""
+    """The CPUs that a node takes of Ray's."""
     num_gpus: float = 0
-    """The same. A node that takes several has all of them on one machine."""
+    """The GPUs that a node takes of Ray's, all on one machine."""
     flags: tuple[str, ...] = ()
     """Further flags of `weft serve`."""
 
