@@ -389,14 +389,14 @@ def _members(schema: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
 
 
 def _without(keywords: frozenset[str], schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema. Raises InvalidRequest if it has one of these keywords."""
+    """Returns the schema. Raises InvalidRequest if it has one of these keywords."""
     if wrong := sorted(keywords & schema.keys()):
         raise _unenforced(repr(wrong[0]))
     return schema
 
 
 def _without_mark(text: str, mark: str) -> str:
-    """The same text. Raises InvalidRequest if it has the mark that ends a text."""
+    """Returns the text. Raises InvalidRequest if it has the mark that ends a text."""
     if mark in text:
         raise _unenforced(f"a text with {mark!r}")
     return text

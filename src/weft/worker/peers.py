@@ -95,7 +95,7 @@ class _Peer:
     process: subprocess.Popen[bytes]
     link: socket.socket
     connection: Connection
-    """The same socket."""
+    """The same socket, for whole messages."""
     silent_s: float = 0.0
     """For how long it has given no sign of life. Pauses of the machine, or of the container, do not
     count, since it is paused too."""

@@ -81,7 +81,7 @@ class _Link:
     """The socket to the first rank: reports go up, and parcels come down on a thread."""
 
     def __init__(self, down: socket.socket, connection: Connection) -> None:
-        """`connection`: the same socket."""
+        """`connection`: the same socket, for whole messages."""
         self._down = down
         self._connection = connection
         self._sending = threading.Lock()
