@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -130,6 +131,19 @@ def test_a_wrong_file_is_refused_with_the_place(text: str, place: str) -> None:
         parse_tenants(text)
     assert caught.value.param == place
     assert place in caught.value.message or "it is not TOML" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('[tenants.a]\nmay_use = ["sql"]', "it must be TENANT/ADAPTER, or TENANT/* for all"),
+        (f"[tenants.a]\nkeys = [{KEY.replace('0', 'G', 1)}]", "it must be 64 hexadecimal digits"),
+        ("[tenants.'a/b']", "it must be letters and digits of ASCII"),
+    ],
+)
+def test_what_has_another_form_is_refused_in_words(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        parse_tenants(text)
 
 
 def test_a_registry_takes_no_cap_that_does_nothing_there() -> None:

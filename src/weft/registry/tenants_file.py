@@ -30,13 +30,21 @@ from weft.registry.names import MAX_NAME_LENGTH
 from weft.registry.tenants import Change, Directory, Member, Role, TenantKey
 
 MAX_FILE_BYTES = 16 << 20
-_NAME = re.compile(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*")
+_NAME = "[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*"
 """Safe as a folder's name, in URLs and in labels."""
 MAX_TENANT_LENGTH = 64
 """Characters."""
 
-_Name = Annotated[str, Field(pattern=f"^{_NAME.pattern}$", max_length=MAX_TENANT_LENGTH)]
-_Adapters = Annotated[str, Field(pattern=rf"^{_NAME.pattern}/[^,]+$", max_length=MAX_NAME_LENGTH)]
+_PATTERNS = {
+    f"^{_NAME}$": "letters and digits of ASCII, with single . _ or - between them",
+    f"^{_NAME}/[^,]+$": "TENANT/ADAPTER, or TENANT/* for all adapters of a tenant",
+    "^[0-9a-f]{64}$": "64 hexadecimal digits in lower case",
+}
+"""What must match, and in words."""
+_NAMES, _ADAPTERS, _SHA256 = _PATTERNS
+
+_Name = Annotated[str, Field(pattern=_NAMES, max_length=MAX_TENANT_LENGTH)]
+_Adapters = Annotated[str, Field(pattern=_ADAPTERS, max_length=MAX_NAME_LENGTH)]
 _Cap = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 
 
@@ -46,7 +54,7 @@ class _Strict(BaseModel):
 
 class _Key(_Strict):
     id: _Name
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    sha256: Annotated[str, Field(pattern=_SHA256)]
     roles: Annotated[list[Role], Field(min_length=1)]
     expires: AwareDatetime | None = None
 
@@ -151,8 +159,8 @@ def _tables(text: str) -> dict[str, _Tenant]:
 def _refuse_first(error: ValidationError, *place: str) -> NoReturn:
     first = error.errors(include_url=False, include_input=False)[0]
     match first["type"]:
-        case "string_pattern_mismatch" if first["ctx"]["pattern"] == f"^{_NAME.pattern}$":
-            told = "it must be letters and digits of ASCII, with single . _ or - between them"
+        case "string_pattern_mismatch":
+            told = f"it must be {_PATTERNS[first['ctx']['pattern']]}"
         case "extra_forbidden":
             told = "there is no such field"
         case "missing":
