@@ -334,7 +334,8 @@ def test_the_name_of_a_function_is_refused_with_what_it_may_be(world: World) -> 
     async def scenario(web: Web) -> None:
         tools = [{"type": "function", "function": {"name": "two words"}}]
         answer = await web.post(CHAT, {"model": "base", "messages": HI, "tools": tools})
-        assert "a-zA-Z0-9_.-" in answer.json()["error"]["message"]
+        told = "tools[0].function.name must match ^[a-zA-Z0-9_.-]{1,128}$"
+        assert answer.json()["error"]["message"] == told
 
     run(world, scenario)
 

@@ -230,6 +230,8 @@ def _complaint(error: ValidationError, param: str | None) -> str:
             return f" must be at most {first['ctx']['le']:g}"
         case "string_too_long":
             return f" must have at most {first['ctx']['max_length']} characters"
+        case "string_pattern_mismatch":
+            return f" must match {first['ctx']['pattern']}"
         case "literal_error":
             return f" must be {first['ctx']['expected']}"
         case "too_short" | "string_too_short" if first["ctx"]["min_length"] == 1:
