@@ -13,6 +13,7 @@ from toy_tokenizers import byte_level, sentencepiece
 
 from weft.core.errors import InvalidRequest
 from weft.core.sampling import StructuredOutputs
+from weft.text import Tokenizer
 
 
 @pytest.fixture
@@ -320,22 +321,31 @@ def test_a_field_of_the_wrong_kind_is_told_what_it_must_be(
     run(shared, scenario)
 
 
-@pytest.mark.parametrize("prompt", ["hello the", " hi", [354, 356, 357]])
-def test_offsets_in_echoed_texts_of_sentencepiece(tmp_path: Path, prompt: Any) -> None:
-    """Its first token begins with a space that the text does not have."""
-    tokenizer = sentencepiece()
-    info = replace(INFO, vocab_size=tokenizer.vocab_size)
-    world = World(tmp_path, tokenizer, info)
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt"),
+    [
+        (sentencepiece(), "hello the"),
+        (sentencepiece(), " hi"),
+        (sentencepiece(), [354, 356, 357]),
+        (sentencepiece(), "<s>hello the</s><s> hi the</s>"),
+        (byte_level(), "hi<s>the é</s></s>hi"),
+    ],
+)
+def test_offsets_in_echoed_texts(tmp_path: Path, tokenizer: Tokenizer, prompt: Any) -> None:
+    """They count special tokens that the text has. Sentencepiece's first token, and its first after
+    a special one, begin with a space that the text does not have."""
+    world = World(tmp_path, tokenizer, replace(INFO, vocab_size=tokenizer.vocab_size))
     world.engine.answers = [tokenizer.encode(" world", add_special_tokens=False)]
 
     async def scenario(web: Web) -> None:
         answer = await web.complete(prompt=prompt, echo=True, logprobs=1, max_tokens=5)
         (choice,) = answer["choices"]
-        told = choice["logprobs"]
-        first, *others = zip(told["tokens"], told["text_offset"], strict=True)
-        assert first[1] == 0 and choice["text"].startswith(first[0].lstrip())
-        for token, start in others:
-            assert choice["text"].startswith(token, start)
+        text, told, end = choice["text"], choice["logprobs"], 0
+        for token, start in zip(told["tokens"], told["text_offset"], strict=True):
+            assert text.startswith(token, start) or text.startswith(token[1:], start)
+            assert start <= end, "no character is left out"
+            end = start + len(token)
+        assert end >= len(text)
 
     run(world, scenario)
     world.check()

@@ -240,8 +240,8 @@ class CompletionLogprobs:
         self._tokenizer = tokenizer
         self._num_top = body.logprobs or 0
         self._as_ids = bool(body.return_tokens_as_token_ids)
-        skips = tokenizer is not None and body.skip_special_tokens is not False
-        self._hidden = tokenizer.special_ids if tokenizer and skips else frozenset[int]()
+        self._special = frozenset[int]() if tokenizer is None else tokenizer.special_ids
+        self._hides_special = body.skip_special_tokens is not False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_chars = 0
 
@@ -252,12 +252,8 @@ class CompletionLogprobs:
         prompt: str = "",
         num_prompt: int = 0,
     ) -> dict[str, Any]:
-        """`prompt`: the text of the first `num_prompt` tokens, to which sentencepiece's tokens add
-        a space."""
-        offsets = [self._advance(t) for t in token_ids[:num_prompt]]
-        if num_prompt:
-            added, self._num_chars = max(self._num_chars - len(prompt), 0), len(prompt)
-            offsets = [max(each - added, 0) for each in offsets]
+        """`prompt`: the text of the first `num_prompt` tokens."""
+        offsets = self._in_prompt(token_ids[:num_prompt], prompt) if num_prompt else []
         offsets += [self._advance(t) for t in token_ids[num_prompt:]]
         return {
             "tokens": [self._shown(t) for t in token_ids],
@@ -265,6 +261,29 @@ class CompletionLogprobs:
             "top_logprobs": [self._top(t, lp) for t, lp in zip(token_ids, logprobs, strict=False)],
             "text_offset": offsets,
         }
+
+    def _in_prompt(self, token_ids: Sequence[int], prompt: str) -> list[int]:
+        """Where each token of a prompt begins in its text, which may have special tokens written
+        out. Sentencepiece adds a space to what comes first, or after one of these."""
+        offsets, num_settled, begin = list[int](), 0, 0
+
+        def settle(end: int) -> None:
+            added = max(self._num_chars - end, 0)
+            offsets[num_settled:] = [max(each - added, begin) for each in offsets[num_settled:]]
+            self._num_chars = end
+
+        for token_id in token_ids:
+            mark = token_text(self._tokenizer, token_id) if token_id in self._special else ""
+            at = prompt.find(mark, begin, self._num_chars + len(mark)) if mark else -1
+            if at < 0:
+                offsets.append(self._advance(token_id))
+                continue
+            settle(at)
+            offsets.append(at)
+            num_settled = len(offsets)
+            begin = self._num_chars = at + len(mark)
+        settle(len(prompt))
+        return offsets
 
     def _shown(self, token_id: int) -> str:
         return token_text(self._tokenizer, token_id, self._as_ids)
@@ -279,6 +298,7 @@ class CompletionLogprobs:
     def _advance(self, token_id: int) -> int:
         """The character at which this token begins. Its own characters are counted for the next."""
         start = self._num_chars
-        if self._tokenizer is not None and token_id not in self._hidden:
+        hidden = self._hides_special and token_id in self._special
+        if self._tokenizer is not None and not hidden:
             self._num_chars += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
         return start
