@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import resource
 import socket
@@ -92,6 +93,23 @@ def test_a_corpus_of_hostile_bodies(tmp_path: Path) -> None:
     run(world, scenario)
     assert said[400] > len(bodies) / 2, said
     world.check()
+
+
+def test_a_compressed_body_is_told_so(tmp_path: Path) -> None:
+    world = World(tmp_path, byte_level())
+    body = json.dumps(GOOD["/v1/completions"]).encode()
+
+    async def scenario(web: Web) -> None:
+        for encoding, status in (("gzip", 415), ("br", 415), ("Identity", 200), ("", 200)):
+            sent = gzip.compress(body) if status == 415 else body
+            own = {"content-type": "application/json", "content-encoding": encoding}
+            answer = await web.http.post("/v1/completions", content=sent, headers=own)
+            assert answer.status_code == status, answer.text
+            if status == 415:
+                error = answer.json()["error"]
+                assert error["code"] == "unsupported_media_type" and "compress" in error["message"]
+
+    run(world, scenario)
 
 
 @pytest.mark.parametrize("value", ['"\\ud83d"', "[" * 400 + "]" * 400, "[" * 9000])

@@ -70,6 +70,9 @@ async def read_json(request: Request, max_bytes: int) -> bytes:
     media_type = request.headers.get("content-type", "application/json").partition(";")[0]
     if media_type.strip().lower() != "application/json":
         raise UnsupportedMediaType("the content-type of a body must be application/json")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaType("a body must not be compressed: it has a content-encoding")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             body = await _read(request, max_bytes)

@@ -6,7 +6,7 @@
     │   ├── RequestRefused          400  engines died of requests like this one
     │   ├── BodyTooLarge            413  the body has more bytes than the operator allows
     │   ├── BodyTimeout             408  the body did not come in time
-    │   └── UnsupportedMediaType    415  the body is not said to be JSON
+    │   └── UnsupportedMediaType    415  the body is not said to be plain JSON
     ├── Unauthorized                401  there is no API key, or a wrong one
     ├── PermissionDenied            403  the API key may not do that
     ├── ModelNotFound               404  no base model or adapter has that name
