@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import gzip
 import json
@@ -108,6 +109,19 @@ def test_a_compressed_body_is_told_so(tmp_path: Path) -> None:
             if status == 415:
                 error = answer.json()["error"]
                 assert error["code"] == "unsupported_media_type" and "compress" in error["message"]
+
+    run(world, scenario)
+
+
+def test_a_byte_order_mark_before_the_body_is_passed_over(tmp_path: Path) -> None:
+    """Editors on Windows write it, and `curl -d @file` sends it."""
+    world = World(tmp_path, byte_level())
+    body = codecs.BOM_UTF8 + json.dumps(GOOD["/v1/completions"]).encode()
+
+    async def scenario(web: Web) -> None:
+        own = {"content-type": "application/json"}
+        answer = await web.http.post("/v1/completions", content=body, headers=own)
+        assert answer.status_code == 200, answer.text
 
     run(world, scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import hashlib
 import re
 import time
@@ -66,7 +67,8 @@ async def read_body(request: Request, model: type[BodyT], max_bytes: int) -> Bod
 
 
 async def read_json(request: Request, max_bytes: int) -> bytes:
-    """The bytes of a JSON body. Raises as `read_body`."""
+    """The bytes of a JSON body, without the mark that editors on Windows write before a text.
+    Raises as `read_body`."""
     media_type = request.headers.get("content-type", "application/json").partition(";")[0]
     if media_type.strip().lower() != "application/json":
         raise UnsupportedMediaType("the content-type of a body must be application/json")
@@ -80,7 +82,7 @@ async def read_json(request: Request, max_bytes: int) -> bytes:
         raise BodyTimeout(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
     if not body:
         raise InvalidRequest("the body is empty; a JSON object is expected")
-    return body
+    return body.removeprefix(codecs.BOM_UTF8)
 
 
 async def receive_file(request: Request, path: Path, max_bytes: int) -> str:
