@@ -176,6 +176,34 @@ def test_what_would_change_the_answer_is_refused(
     run(shared, scenario)
 
 
+def test_fields_of_chats_are_not_ignored_where_they_are_missing(counting: World) -> None:
+    """The answer would be another than the client asked for."""
+    asked: tuple[tuple[str, Any, Any], ...] = (
+        ("stop", ["a"], []),
+        ("seed", 5, None),
+        ("n", 2, 1),
+        ("min_p", 0.5, 0),
+        ("structured_outputs", {"choice": ["a"]}, None),
+        ("guided_json", {"type": "object"}, None),
+        ("chat_template_kwargs", {"enable_thinking": False}, {}),
+        ("max_completion_tokens", 5, None),
+    )
+    short = {"messages": HI, "max_tokens": 5}
+    bodies = {RESPONSES: {"input": "hi"}, "/v1/messages": short, COMPLETE: {"prompt": "a"}}
+
+    async def scenario(web: Web) -> None:
+        for path, least in bodies.items():
+            for field, value, harmless in asked[-1:] if path == COMPLETE else asked:
+                for given, status in ((value, 400), (harmless, 200)):
+                    answer = await web.post(path, {"model": "base", **least, field: given})
+                    assert answer.status_code == status, (path, field, answer.text)
+                    assert status == 200 or answer.json()["error"]["param"] == field
+        counted = {"model": "base", **short, "seed": 5}
+        assert (await web.post("/v1/messages/count_tokens", counted)).status_code == 200
+
+    run(counting, scenario)
+
+
 @pytest.mark.parametrize("path", [COMPLETE, CHAT])
 def test_usage_in_every_event(world: World, path: str) -> None:
     async def scenario(web: Web) -> None:

@@ -28,7 +28,7 @@ from weft.api.bodies import (
     ToolChoice,
     bounded,
 )
-from weft.api.schemas import ChatBody, Effort, ModelBody
+from weft.api.schemas import OF_CHATS, ChatBody, Effort, ModelBody
 from weft.core.errors import InvalidRequest
 from weft.core.sampling import MAX_STOP_STRINGS
 
@@ -250,6 +250,8 @@ class CountTokensBody(ModelBody):
 
 class MessagesBody(CountTokensBody):
     """`POST /v1/messages`."""
+
+    known = OF_CHATS | _KNOWN
 
     max_tokens: int
     """For thoughts and answer together."""

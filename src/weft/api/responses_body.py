@@ -30,7 +30,7 @@ from weft.api.bodies import (
     schema_misplaced,
 )
 from weft.api.bodies import Tool as ChatTool
-from weft.api.schemas import HARMLESS, ChatBody, Effort, ModelBody
+from weft.api.schemas import OF_CHATS, ChatBody, Effort, ModelBody
 from weft.core.errors import InvalidRequest
 
 FIELDS = {
@@ -42,7 +42,7 @@ FIELDS = {
 
 _LOGPROBS = "message.output_text.logprobs"
 
-_KNOWN: dict[str, Known] = {name: take for name, take in HARMLESS.items() if name != "store"} | {
+_KNOWN: dict[str, Known] = OF_CHATS | {
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
