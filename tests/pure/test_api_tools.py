@@ -190,6 +190,26 @@ def test_a_form_and_tools_are_at_odds(world: World) -> None:
     run(world, scenario)
 
 
+def test_a_form_beside_a_forced_call_has_nothing_to_bind(world: World) -> None:
+    """instructor sends both to /v1/responses."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    function = {"type": "function", "name": "weather"}
+    text = {"format": {"type": "json_schema", "name": "weather", "schema": schema}}
+    fields: dict[str, Any] = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+
+    async def scenario(web: Web) -> None:
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            whole, _ = await both(web, CALL, **fields, tool_choice=choice)
+            assert whole["finish_reason"] == "tool_calls"
+            form = world.engine.requests[-1].params.structured_outputs
+            assert form is not None and not form.json_object and form.structural_tag
+        body = {"model": "base", "input": "hi", "text": text, "tool_choice": function}
+        answer = await web.post("/v1/responses", body | {"tools": [function]})
+        assert answer.status_code == 200, answer.text
+
+    run(world, scenario)
+
+
 def test_earlier_calls_and_results_are_in_the_prompt(world: World) -> None:
     async def scenario(web: Web) -> None:
         call = {"id": "c1", "type": "function", "function": {"name": "time", "arguments": ""}}

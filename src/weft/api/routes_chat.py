@@ -196,17 +196,20 @@ class Turn:
         return [tool.to_template() for tool in body.tools]
 
     def _form(self) -> StructuredOutputs | None:
-        """The form that the answer must have: the client's, or one that makes it call tools."""
+        """The form that the answer must have: the client's, or one that makes it call tools, which
+        leaves no text that the client's could bind."""
         form, name = self._body.form()
         if not self._tools:
             self.fields["structured_outputs"] = name
             return form
-        if form is not None:
-            raise InvalidRequest(f"{name} and tools can't be combined", name)
-        self.fields["structured_outputs"] = "tools"
         choice = self._body.tool_choice
         if choice in (None, "auto"):
+            if form is not None:
+                raise InvalidRequest(
+                    f"{name} and tools need a tool_choice that is not 'auto'", name
+                )
             return None
+        self.fields["structured_outputs"] = "tools"
         assert self._dialect.tool_format is not None
         named = choice.function.name if isinstance(choice, NamedTool) else None
         return tools_schema(self._tools, self._dialect.tool_format, named)
