@@ -309,6 +309,33 @@ def test_going_on_from_a_stored_response(world: World) -> None:
     run(world, scenario)
 
 
+def test_items_of_stored_responses_by_their_ids(world: World) -> None:
+    """Vercel's AI SDK sends earlier turns in this way."""
+    user = {"role": "user", "content": "time?"}
+
+    async def scenario(web: Web) -> None:
+        first = await whole_of(web, THOUGHT + "so\n" + CALL, input=[user], tools=[TIME])
+        kinds = [item.type for item in first.output]
+        assert kinds == ["reasoning", "message", "function_call"]
+        references = [{"type": "item_reference", "id": item.id} for item in first.output]
+        call_id = first.output[2].call_id  # type: ignore[union-attr]
+        result = {"type": "function_call_output", "call_id": call_id, "output": "noon"}
+        sent = [item.model_dump(mode="json") for item in first.output]
+        prompts = []
+        for items in (references, sent):
+            await whole_of(web, "x", input=[user, *items, result])
+            prompts.append(prompt_of(world))
+        assert prompts[0] == prompts[1] and "<think>hm</think>so<tool_call>time" in prompts[0]
+        own = await whole_of(web, "x", store=False)
+        for gone in (own.output[0].id, first.id, "msg_1_0", ""):
+            body = {"model": "base", "input": [user, {"type": "item_reference", "id": gone}]}
+            answer = await web.post(PATH, body)
+            assert answer.status_code == 404, answer.text
+            assert answer.json()["error"]["param"] == "input[1].id"
+
+    run(world, scenario)
+
+
 def test_a_server_that_stores_nothing(tmp_path: Path) -> None:
     world = thinking_world(tmp_path, response_store_bytes=0)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from weft.api.bodies import (
     FUNCTION_NAME,
@@ -94,6 +94,13 @@ class ReasoningItem(LenientBody):
     """Thoughts of another server can't be read here."""
 
 
+class ReferenceItem(LenientBody):
+    """An item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 def _type_of(item: Any) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else "message"
     return f"<{kind}>"
@@ -103,10 +110,17 @@ Item = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[CallItem, Tag("<function_call>")]
     | Annotated[CallOutputItem, Tag("<function_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[ReferenceItem, Tag("<item_reference>")],
     Discriminator(_type_of),
 ]
 """Clients send items of earlier answers back with all the fields that these had."""
+
+
+_ITEM = TypeAdapter[Item](Item)
+
+Stored = Callable[[str, str], dict[str, Any]]
+"""Gives the item of a stored response with an id, for a field that names it."""
 
 
 class FunctionTool(ClosedBody):
@@ -183,13 +197,13 @@ class ResponsesBody(ModelBody):
     def wants_logprobs(self) -> bool:
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
-    def to_chat(self, before: Sequence[Message] = ()) -> ChatBody:
+    def to_chat(self, before: Sequence[Message], stored: Stored) -> ChatBody:
         """The chat request that means the same, checked, with the conversation that comes before
-        the input. Raises InvalidRequest."""
+        the input. Raises InvalidRequest, ResponseNotFound."""
         same = ("model", "cache_salt", "temperature", "top_p", "parallel_tool_calls")
         chat = ChatBody(
             **{name: getattr(self, name) for name in same},
-            messages=[*self._instructions(), *before, *self._messages()],
+            messages=[*self._instructions(), *before, *self._messages(stored)],
             max_completion_tokens=self.max_output_tokens,
             response_format=self._format(),
             tools=[tool.to_chat() for tool in self.tools or ()],
@@ -218,7 +232,7 @@ class ResponsesBody(ModelBody):
     def _instructions(self) -> list[Message]:
         return [Message(role="system", content=self.instructions)] if self.instructions else []
 
-    def _messages(self) -> list[Message]:
+    def _messages(self, stored: Stored) -> list[Message]:
         """The input as messages of the chat. There, the calls of one turn, the thoughts before
         them and what is said beside them are parts of one message."""
         if isinstance(self.input, str):
@@ -226,6 +240,9 @@ class ResponsesBody(ModelBody):
         messages: list[Message] = []
         thoughts: str | None = None
         for n, item in enumerate(self.input):
+            if isinstance(item, ReferenceItem):
+                item = _ITEM.validate_python(stored(item.id, f"input[{n}].id"))
+                assert not isinstance(item, ReferenceItem), "no output has references"
             if isinstance(item, ReasoningItem):
                 thoughts = "\n".join(part.text for part in item.content or ())
             elif isinstance(item, CallItem):

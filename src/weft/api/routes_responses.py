@@ -21,7 +21,7 @@ from weft.api.responses_body import FIELDS, ResponsesBody
 from weft.api.routes_chat import Reader, Turn
 from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
-from weft.api.stored import StoredResponse, StoredResponses
+from weft.api.stored import StoredResponse, StoredResponses, id_of_item
 from weft.text import OutputDelta
 from weft.text.chat_parser import Piece, TextDelta, ToolCallDelta
 
@@ -44,7 +44,7 @@ def response_routes(service: Service) -> APIRouter:
         if previous is not None:
             before = kept.get(tenant(), previous, "previous_response_id").messages
         with naming(FIELDS):
-            chat = body.to_chat(before)
+            chat = body.to_chat(before, lambda *item: kept.item(tenant(), *item))
         pinned = await service.pin(body, request.headers)
         response_id = f"resp_{uuid.uuid4().hex}"
         turn = Turn(service, chat, pinned, response_id, drops_oldest=body.truncation == "auto")
@@ -110,7 +110,7 @@ class _Response:
 
         with naming(FIELDS), naming(turn.fields):
             await turn.prepare()
-            reader, items, output = turn.reader(), _Items(), Output()
+            reader, items, output = turn.reader(), _Items(self._id), Output()
             async with aclosing(self._deltas(whole)) as deltas:
                 async for _, delta in deltas:
                     if not num_sent:
@@ -230,7 +230,8 @@ def _status(reader: Reader) -> str:
 class _Items:
     """The items of one output, and the events that tell how they grow. The last one is open."""
 
-    def __init__(self) -> None:
+    def __init__(self, response_id: str) -> None:
+        self._response_id = response_id
         self.items: list[dict[str, Any]] = []
         self._open = False
         self._logprobs: list[dict[str, Any]] = []
@@ -291,7 +292,6 @@ class _Items:
             yield from self._begin(
                 {
                     "type": "function_call",
-                    "id": f"fc_{uuid.uuid4().hex}",
                     "call_id": call.id,
                     "name": call.name,
                     "arguments": "",
@@ -306,7 +306,8 @@ class _Items:
         if self._open:
             yield from self.close()
         self._open = True
-        self.items.append(item | {"status": "in_progress"})
+        own = id_of_item(_KINDS[item["type"]], self._response_id, len(self.items))
+        self.items.append({"id": own, **item, "status": "in_progress"})
         added = self._item_event("response.output_item.added")
         if "content" in item:
             added["item"]["content"] = []
@@ -328,10 +329,14 @@ class _Items:
         return {"type": kind, "output_index": index, "item_id": item_id, **fields}
 
 
+_KINDS = {"function_call": "fc", "message": "msg", "reasoning": "rs"}
+"""What the ids of items begin with, by their types."""
+
+
 def _empty_text(kind: str) -> dict[str, Any]:
     """A message or reasoning, with one empty part."""
     if kind == "reasoning":
         part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-        return {"type": kind, "id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": [part]}
+        return {"type": kind, "summary": [], "content": [part]}
     part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    return {"type": kind, "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": [part]}
+    return {"type": kind, "role": "assistant", "content": [part]}

@@ -47,13 +47,26 @@ class StoredResponses:
 
     def get(self, tenant: str, response_id: str, field: str | None = None) -> StoredResponse:
         """A tenant's own response. Raises ResponseNotFound, naming the field."""
+        found = self._find(tenant, response_id)
+        if found is None:
+            raise _gone("response", response_id, field)
+        return found
+
+    def item(self, tenant: str, given: str, field: str) -> dict[str, Any]:
+        """The item of a tenant's own response that has the given id, made by `id_of_item`. Raises
+        ResponseNotFound, naming the field."""
+        own = given.partition("_")[2].rpartition("_")[0]
+        found = self._find(tenant, f"resp_{own}")
+        items: list[dict[str, Any]] = found.shown["output"] if found else []
+        item = next((each for each in items if each["id"] == given), None)
+        if item is None:
+            raise _gone("item", given, field)
+        return item
+
+    def _find(self, tenant: str, response_id: str) -> StoredResponse | None:
         kept = self._kept.get(tenant)
         found = None if kept is None else kept.get(response_id)
-        if found is None:
-            shown = response_id[:80]
-            message = f"there is no stored response {shown!r}; it may have made way for newer ones"
-            raise ResponseNotFound(message, field)
-        return found[0]
+        return None if found is None else found[0]
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Forget a response. Raises ResponseNotFound."""
@@ -69,6 +82,16 @@ class StoredResponses:
         assert sizes == dict(self._sizes)
         assert all(self._kept.values())
         assert self._sizes.total() <= self.max_bytes
+
+
+def id_of_item(kind: str, response_id: str, number: int) -> str:
+    """The id of an item of a response, from which the response can be found."""
+    return f"{kind}_{response_id.removeprefix('resp_')}_{number}"
+
+
+def _gone(what: str, given: str, field: str | None) -> ResponseNotFound:
+    message = f"there is no stored {what} {given[:80]!r}; it may have made way for newer ones"
+    return ResponseNotFound(message, field)
 
 
 def _size(message: Message) -> int:
