@@ -435,10 +435,12 @@ def test_errors_of_the_engine(world: World) -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text.format")
         world.engine.fail_after = (1, EngineDead("it died"))
         answer = await web.post(PATH, {**body, "stream": True})
-        last = answer.text.strip().split("\n\n")[-1]
-        assert (
-            json.loads(last.removeprefix("event: error\ndata: "))["error"]["code"] == "engine_dead"
-        )
+        *events, last = answer.text.strip().split("\n\n")
+        event = json.loads(last.removeprefix("event: error\ndata: "))
+        assert event["error"]["code"] == "engine_dead"
+        read = EVENT.validate_python(event)
+        assert (read.type, read.code, read.message) == ("error", "engine_dead", "it died")
+        assert read.sequence_number == len(events)
         world.engine.fail_after, world.engine.ending = None, "abort"  # as the server stops
         answer = await web.post(PATH, body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")

@@ -255,19 +255,22 @@ class EventStream(Response):
                 return
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
+        number: int | None = None
         async with contextlib.aclosing(self._chunks):
             try:
                 async with _in_time(scope):
                     async for chunk in self._chunks:
+                        number = chunk.get("sequence_number")
                         name = chunk["type"].encode() if self._typed else None
                         await self._send(send, _event(_encode(chunk), name))
             except ClientDisconnect:
                 raise
             except Exception as error:
+                answer = error_response(error, scope["path"])
                 if not self._started:
-                    await error_response(error, scope["path"])(scope, receive, send)
+                    await answer(scope, receive, send)
                     return
-                body = bytes(error_response(error, scope["path"]).body)
+                body = bytes(answer.body) if number is None else _numbered(answer, number + 1)
                 await self._send(send, _event(body, b"error" if self._typed else None))
             else:
                 if not self._typed:
@@ -291,6 +294,13 @@ class EventStream(Response):
         except OSError as error:
             raise ClientDisconnect from error
         self._sending_since_s = None
+
+
+def _numbered(answer: Response, number: int) -> bytes:
+    """An error's answer as an event of the responses API. Some clients read the error's fields in
+    the event, others in its `error`."""
+    body = msgspec.json.decode(answer.body)
+    return _encode({**body["error"], **body, "type": "error", "sequence_number": number})
 
 
 def _event(data: bytes, name: bytes | None = None) -> bytes:
