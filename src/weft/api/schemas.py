@@ -37,6 +37,7 @@ HARMLESS: dict[str, Known] = {
     "prediction": Take.SILENTLY,
     "priority": Take.NAMED,
     "prompt_cache_key": Take.SILENTLY,
+    "prompt_cache_options": Take.SILENTLY,
     "prompt_cache_retention": Take.SILENTLY,
     "safety_identifier": Take.SILENTLY,
     "service_tier": Take.SILENTLY,
