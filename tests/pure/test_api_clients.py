@@ -62,6 +62,11 @@ CALLS = [
     {"role": "tool", "tool_call_id": "1", "content": "2", "cache_control": None},
 ]
 TOOL = {"type": "function", "function": {"name": "f"}, "cache_control": {"type": "ephemeral"}}
+NULLS = {
+    "tools": [TOOL | {"custom": None, "function": {"name": "f", "examples": None}}],
+    "response_format": {"type": "text", "schema": None},
+    "tool_choice": None,
+}
 ITEMS = [
     {"type": "message", "role": "user", "id": "m", "content": "hi", "cache_control": None},
     {
@@ -82,6 +87,7 @@ ITEMS = [
 ROWS: list[tuple[str, str, dict[str, Any], str]] = [
     ("litellm", CHAT, {"messages": TURNS}, ""),
     ("litellm calls", CHAT, {"messages": CALLS, "tools": [TOOL]}, ""),
+    ("nulls within", CHAT, NULLS, ""),
     ("anthropic parts", CHAT, {"messages": [{"role": "user", "content": [PART]}]}, ""),
     ("sglang bench", COMPLETE, {"best_of": 1, "ignore_eos": False, "lora_path": None}, ""),
     ("ai sdk", CHAT, {"reasoning_effort": "high"}, ""),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
 from weft.core.errors import InvalidRequest
@@ -98,9 +98,17 @@ class LenientBody(BaseModel):
 
 
 class ClosedBody(BaseModel):
-    """Takes the fields that are declared here, and no other."""
+    """Takes the fields that are declared here, and no other, unless it is null."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in given.items() if value is not None or name in known}
 
 
 def _form(value: Any) -> str:
