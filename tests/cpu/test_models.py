@@ -42,6 +42,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from weft.core.config import ModelArgs
 from weft.core.errors import ConfigError
 from weft.core.units import MAX_GUESSES
 from weft.kernels.attention import make_batch
@@ -53,7 +54,7 @@ from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.decoder import Decoder, StepContext, allocate_kv_cache, kv_bytes_per_block
 from weft.models.families import FAMILIES, OTHER_TEXT
 from weft.models.fields import READ, WITHOUT_EFFECT, check_fields
-from weft.models.loading import dummy_weights, load_weights
+from weft.models.loading import dummy_weights, load_weights, sample_hash
 from weft.models.rope import inverse_frequencies
 from weft.models.weights import Weights
 
@@ -1071,6 +1072,20 @@ def test_a_model_saved_over_one_in_several_files_is_read(tmp_path: Path) -> None
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors.index.json").exists()
     assert torch.equal(reload(tmp_path).embed, model.get_input_embeddings().weight)
+
+
+def test_the_hash_of_a_base_tells_models_of_one_shape_apart(tmp_path: Path) -> None:
+    """It is that of the weights, whatever the folder is called and however it is divided."""
+    model, found = make_model(CONFIGS["llama"]), []
+    for number, size in enumerate(("5GB", "20KB")):
+        model.save_pretrained(tmp_path / str(number), max_shard_size=size)
+        found.append(sample_hash(ModelArgs(str(tmp_path / str(number)))))
+    assert found[0] == found[1] != ""
+    with torch.no_grad():
+        model.model.layers[-1].mlp.down_proj.weight.mul_(1.01)
+    model.save_pretrained(tmp_path / "tuned")
+    assert sample_hash(ModelArgs(str(tmp_path / "tuned"))) not in found
+    assert sample_hash(ModelArgs(str(tmp_path / "0"), load_format="dummy")) == ""
 
 
 def test_a_tied_head_may_be_stored_but_must_be_equal(tmp_path: Path) -> None:

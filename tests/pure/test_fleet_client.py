@@ -19,7 +19,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from lossy_fleet import LossyFleet, PretendedEngine, VirtualLoop, stream_of
+from lossy_fleet import INFO, LossyFleet, PretendedEngine, VirtualLoop, stream_of
 
 from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.errors import (
@@ -449,6 +449,31 @@ def test_a_request_that_moves_and_finds_no_node_ends(closing: bool) -> None:
         await asyncio.sleep(1.0 if closing else 2 * WAIT_S)
         assert isinstance(reader.error, EngineDead)
         assert fleet.client.figures.moves == 1
+
+    in_fleet(test)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"weights": "0123456789abcdef"}, "with weights 0123456789abcdef"),
+        ({"quantization": "int4"}, "quantized to int4"),
+        ({"dtype": "bfloat16"}, "in bfloat16"),
+    ],
+)
+def test_a_node_with_another_base_is_not_used(
+    other: dict[str, str], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as another version of the base in the same shape, from which other tokens come."""
+
+    async def test(fleet: LossyFleet) -> None:
+        first = fleet.engines[0]
+        fleet.lose(first.name, "it ends", killed=True)
+        first.begin()
+        await fleet.join(first, replace(INFO, **other))
+        assert first.name not in fleet.client.nodes
+        assert f"node {first.name} is not used: it serves Tiny" in caplog.text
+        assert named in caplog.text.partition("and this fleet")[0]
 
     in_fleet(test)
 

@@ -253,11 +253,11 @@ class LossyFleet:
         self.old: list[PretendedLink] = []
         """Links that are given up, of which messages may still come."""
 
-    async def join(self, engine: PretendedEngine) -> None:
+    async def join(self, engine: PretendedEngine, info: EngineInfo = INFO) -> None:
         """Link to an engine as `Members` does."""
         client = LinkClient()
         link = PretendedLink(engine, client)
-        client.dispatch(Started(INFO))
+        client.dispatch(Started(info))
         await client.start(link)
         engine.link = link
         update = engine.whole()

@@ -102,6 +102,11 @@ class EngineInfo:
     num_parameters: int
     start_s: dict[str, float] = field(default_factory=dict)
     """Seconds of the stages of its start, in their order; see `weft.core.stages`."""
+    quantization: str | None = None
+    """What `--quantization` says."""
+    weights: str = ""
+    """A hash of a sample of the weights, which tells models of one shape apart; "" for random
+    ones."""
 
 
 @dataclass(slots=True)

@@ -99,6 +99,8 @@ def _info(args: EngineArgs, facts: WorkerFacts, stages: Stages) -> EngineInfo:
         adapter_memory_bytes=facts.adapter_elements * facts.element_bytes,
         num_parameters=facts.num_parameters,
         start_s=dict(stages.seconds),
+        quantization=args.model.quantization,
+        weights=facts.weights,
     )
 
 

@@ -116,8 +116,9 @@ class FleetClient:
     def join(self, node: Node, update: ReportUpdate | None) -> None:
         """A node has joined. `update` is its whole report."""
         self._info = self._info or node.info
-        if (ours := kind_of(self._info)) != kind_of(node.info):
-            logger.error("node %s serves another model than %s: it is not used", node.name, ours)
+        if (ours := kind_of(self._info)) != (its := kind_of(node.info)):
+            message = "node %s is not used: it serves %s, and this fleet %s"
+            logger.error(message, node.name, its, ours)
             return
         self.nodes[node.name] = node
         if self._tenants is not None:

@@ -238,9 +238,12 @@ def digests_of(request: EngineRequest) -> list[str]:
     return [request.adapter.digest] if request.adapter else []
 
 
-def kind_of(info: EngineInfo) -> tuple[str, int, int, str]:
-    """What must be the same for all engines of a fleet."""
-    return info.architecture, info.vocab_size, info.num_parameters, info.dtype
+def kind_of(info: EngineInfo) -> str:
+    """What must be the same for all engines of a fleet, in words."""
+    shape = f"{info.num_parameters} parameters, {info.vocab_size} tokens"
+    quantized = f" quantized to {info.quantization}" if info.quantization else ""
+    weights = f"weights {info.weights}" if info.weights else "random weights"
+    return f"{info.architecture} ({shape}) in {info.dtype}{quantized} with {weights}"
 
 
 def add_to_output(live: Live, event: TokenEvent) -> None:

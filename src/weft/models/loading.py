@@ -7,6 +7,7 @@ part of every tensor (`weft.core.shards`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ from weft.models.weights import (
 
 logger = logging.getLogger(__name__)
 _HEAD_NAME = "lm_head.weight"
+_SAMPLED_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +365,25 @@ def _stored_tensors(folder: Path, device: torch.device | str) -> Iterator[tuple[
                     yield name, file.get_slice(name)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"can't read {path}: {error}", "model") from error
+
+
+def sample_hash(args: ModelArgs) -> str:
+    """A hash of the first bytes of each tensor of a checkpoint that can be loaded, however its
+    tensors are divided among files; "" for random weights."""
+    if args.load_format == "dummy":
+        return ""
+    sampled: dict[str, bytes] = {}
+    for path in _files(resolve_model(args.model, args.revision)):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            for name, stored in header.items():
+                begin, end = stored["data_offsets"]
+                file.seek(8 + length + begin)
+                sampled[name] = file.read(min(end - begin, _SAMPLED_BYTES))
+    said = [(name, sampled[name].hex()) for name in sorted(sampled)]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
 def _files(folder: Path) -> list[Path]:

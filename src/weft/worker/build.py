@@ -25,7 +25,7 @@ from weft.kernels.quant import rounds_inputs
 from weft.models.blueprint import num_parameters
 from weft.models.config import load_model_config, resolve_model, share_of
 from weft.models.decoder import Decoder, allocate_kv_cache
-from weft.models.loading import LoadedModel, device_of, dtype_of, load_model
+from weft.models.loading import LoadedModel, device_of, dtype_of, load_model, sample_hash
 from weft.models.mtp import MtpHead, head_config, with_mtp_head
 from weft.worker.adapters import AdapterLoader
 from weft.worker.drafter import Drafter
@@ -289,6 +289,7 @@ def _assemble(
         vocab_size=model.config.vocab_size,
         eos_token_ids=tuple(model.config.eos_token_ids),
         num_parameters=num_parameters(model.shard.whole),
+        weights=sample_hash(args.model),
         max_model_len=parts.max_model_len,
         num_blocks=parts.cache.num_blocks,
         num_states=parts.cache.num_states,

@@ -41,6 +41,8 @@ class WorkerFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_parameters: int
+    weights: str
+    """See `EngineInfo.weights`."""
     max_model_len: int
     num_blocks: int
     num_states: int
