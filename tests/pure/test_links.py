@@ -478,6 +478,46 @@ def test_an_address_at_which_no_node_answers_is_named_once(
     asyncio.run(test())
 
 
+def test_no_request_is_to_blame_for_nodes_that_are_taken_off_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when pods are replaced while it runs. A process that ends itself loses no node by that."""
+    monkeypatch.setattr("weft.fleet.members.READ_S", 0.01)
+    monkeypatch.setattr("weft.fleet.members.RETRY_S", 0.01)
+    path = tmp_path / "nodes"
+    path.write_text("")
+
+    async def first_token(fleet: FleetClient) -> list[int]:
+        await fleet.until_joined()
+        return (await anext(fleet.generate(asked("r")))).token_ids
+
+    async def test() -> None:
+        fleet = FleetClient()
+        members = Members(str(path), link_key(tmp_path), "", fleet)
+        reading = asyncio.create_task(first_token(fleet))
+        for number in range(3):
+            async with linked(tmp_path) as (engine, own, _, _):
+
+                def has_it(engine: PretendedSupervisor = engine) -> bool:
+                    engine.on_pulse()
+                    return bool(engine.open) or reading.done()
+
+                path.write_text(f"127.0.0.1:{own.listener.port}\n")
+                await until(has_it)
+                if number == 2:
+                    [(name, put)] = engine.open.items()
+                    put(TokenEvent(name, [7], num_tokens=3))
+                    assert await reading == [7]
+                    await members.close()
+                else:
+                    path.write_text("")
+                    await until(lambda: not fleet.nodes)
+        await fleet.close()
+        assert caplog.text.count("node a is lost") == 2
+
+    asyncio.run(test())
+
+
 def test_nodes_meet_over_ipv6(tmp_path: Path) -> None:
     try:
         with socket.socket(socket.AF_INET6) as there:

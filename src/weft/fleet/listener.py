@@ -177,7 +177,7 @@ class NodeListener:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.gone(EngineDead("the node was stopped"))
+        self.gone(EngineDead("the node was stopped", killed=True))
         self._socket.close()
         self._guard.stop()
         await asyncio.to_thread(self._context.term)

@@ -79,11 +79,13 @@ class Members:
         self._links: set[TcpLink] = set()
         self._named: dict[str, str] = {}
         """By node that is linked: at which address."""
+        self._closing = False
         self._tasks = [asyncio.create_task(self._tick())]
         if where is not None:
             self._tasks.append(asyncio.create_task(self._read(where)))
 
     async def close(self) -> None:
+        self._closing = True
         tasks = [*self._tasks, *self._followed.values()]
         for task in tasks:
             task.cancel()
@@ -169,14 +171,16 @@ class Members:
         self._named[link.node] = address
         node = RemoteNode(client, link)
         logger.info("node %s at %s has joined", node.name, address)
-        error: WeftError = EngineDead(f"node {node.name} is not in the list any more")
+        unlisted = f"node {node.name} is not in the list any more"
+        error: WeftError = EngineDead(unlisted, killed=True)
         try:
             self._fleet.join(node, update_between(None, link.report) if link.report else None)
             link.on_report = lambda update: self._fleet.reported(node, update)
             error = await client.ended()
         finally:
             del self._named[link.node]
-            logger.warning("node %s is lost: %s", node.name, error.message)
+            if not self._closing:
+                logger.warning("node %s is lost: %s", node.name, error.message)
             client.died(error)
             self._fleet.lost(node)
         return True
