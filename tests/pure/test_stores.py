@@ -146,8 +146,13 @@ class TestProbe:
             probe(store)
 
     def test_says_that_a_bucket_is_not_there(self, s3: None) -> None:
-        with pytest.raises(RegistryUnavailable, match="does not answer"):
+        with pytest.raises(RegistryUnavailable, match="does not answer: there is no such bucket"):
             probe(open_store("s3://nobody-has-made-it/x"))
+
+    def test_a_bucket_that_is_gone_is_no_bucket_without_news(self, s3: None) -> None:
+        """Servers would take what they know for the newest state, and unknown names for missing."""
+        with pytest.raises(RegistryUnavailable, match="there is no such bucket"):
+            open_store("s3://nobody-has-made-it/x").get("log/1")
 
 
 class TestDirectory:

@@ -19,6 +19,7 @@ _PART_BYTES: Final = 16 << 20
 """What one request of a large file carries."""
 _MAX_PARTS_ABOUT: Final = 4
 _RETRYING_S: Final = timedelta(seconds=10)
+_NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 _KINDS: Final[dict[str, type[S3Store] | type[GCSStore] | type[AzureStore]]] = {
     "s3": S3Store,
     "gs": GCSStore,
@@ -79,7 +80,9 @@ class BucketStore:
         with self._answering():
             try:
                 return bytes(obstore.get(self._bucket, key).bytes())
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if _lacks_bucket(error):
+                    raise
                 return None
 
     def get_file(self, key: str, file: BinaryIO) -> bool:
@@ -124,4 +127,11 @@ class BucketStore:
 
 def _said(error: Exception) -> str:
     """The first line of what the client says; the others are about its inside."""
+    if _lacks_bucket(error):
+        return "there is no such bucket"
     return (str(error).splitlines() or [type(error).__name__])[0][:500]
+
+
+def _lacks_bucket(error: Exception) -> bool:
+    """Whether it is not only the key that is missing."""
+    return any(f"<Code>{code}</Code>" in str(error) for code in _NO_BUCKET)
