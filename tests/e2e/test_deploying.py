@@ -8,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,17 @@ def test_a_pod_is_the_image_that_the_dockerfile_makes(charts: dict[str, Any]) ->
         kubernetes_validate.validate(pod_template, KUBERNETES, strict=True)
     assert "\nEXPOSE 8000\n" in dockerfile
     assert 'VOLUME ["/cache"]' in dockerfile
+
+
+def test_rays_agent_answers_the_probes_of_ray_pods() -> None:
+    """KubeRay ends pods that do not answer. Its own probes need a program that the image lacks."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extras["optional-dependencies"]["ray"][0].startswith("ray[default]"), "it has the agent"
+    cluster = yaml.safe_load((DEPLOY / "kuberay/raycluster.yaml").read_text())["spec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        [container] = group["template"]["spec"]["containers"]
+        for probe in ("readinessProbe", "livenessProbe"):
+            assert container[probe]["httpGet"] == {"path": "/api/healthz", "port": 52365}
 
 
 @pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not installed")
