@@ -478,6 +478,37 @@ def test_a_node_with_another_base_is_not_used(
     in_fleet(test)
 
 
+def test_requests_go_to_nodes_whose_context_has_room_for_them() -> None:
+    """Contexts differ with the memory of the nodes' devices."""
+
+    async def test(fleet: LossyFleet) -> None:
+        short, other, long = fleet.engines
+        for engine in (short, other):
+            fleet.lose(engine.name, "it begins anew", killed=True)
+            engine.context = 10
+            engine.begin()
+            await fleet.join(engine)
+        readers = [begun(fleet, replace(asked(40), request_id=f"r{i}", seed=i)) for i in range(9)]
+        await settle(fleet, 4)
+        assert where(fleet) == [long.name]
+        fleet.client.drain(long.name)
+        await settle(fleet, 60)
+        assert all(reader.tokens == stream_of(reader.request) for reader in readers)
+        fleet.client.drain(long.name, False)
+        whole = asked(INFO.max_model_len - 3)
+        fleet.client.drain(long.name)
+        await settle(fleet, 2)
+        reader = begun(fleet, whole)
+        await settle(fleet, 20)
+        assert reader.ended and len(reader.tokens) == 7, "it may end with a node's own context"
+        fleet.lose(long.name, "it ends", killed=True)
+        late = begun(fleet, replace(asked(40), request_id="late"))
+        await settle(fleet, 120)
+        assert isinstance(late.error, EngineDead) and "no room" in str(late.error)
+
+    in_fleet(test)
+
+
 def test_a_node_that_is_away_for_long_is_forgotten() -> None:
     async def test(fleet: LossyFleet) -> None:
         first, second = fleet.engines[:2]

@@ -7,6 +7,7 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from weft.core.adapters import AdapterInfo, AdapterSource
@@ -90,6 +91,8 @@ class PretendedEngine:
         self.running: dict[str, tuple[EngineRequest, int]] = {}
         """The requests with how much output they have."""
         self.charged = 0
+        self.context = INFO.max_model_len
+        """How many tokens it has room for in one request."""
         self.labels: dict[str, str] = {}
         """The labels that it reports from its next life on."""
         self._sender = ReportSender(name, 0)
@@ -114,6 +117,7 @@ class PretendedEngine:
                     return
                 assert request.output_ids == stream_of(request)[: len(request.output_ids)]
                 assert len(request.output_ids) < request.params.max_tokens
+                assert len(request.prompt_ids) + len(request.output_ids) < self.context
                 self.running[request.request_id] = request, len(request.output_ids)
             case Abort(request_id):
                 self.running.pop(request_id, None)
@@ -144,9 +148,10 @@ class PretendedEngine:
         """Make a token, or a few, of each request."""
         events = []
         for request_id, (request, made) in list(self.running.items()):
-            end = min(made + self._rng.choice((1, 1, 1, 3)), request.params.max_tokens)
+            most = min(request.params.max_tokens, self.context - len(request.prompt_ids))
+            end = min(made + self._rng.choice((1, 1, 1, 3)), most)
             tokens = [token_of(request, i) for i in range(made, end)]
-            ended = end == request.params.max_tokens
+            ended = end == most
             first = made == len(request.output_ids)
             wanted = first and request.params.prompt_logprobs is not None
             logprobs = [None, *([TokenLogprob(0.0, 1, [])] * (len(request.prompt_ids) - 1))]
@@ -257,7 +262,7 @@ class LossyFleet:
         """Link to an engine as `Members` does."""
         client = LinkClient()
         link = PretendedLink(engine, client)
-        client.dispatch(Started(info))
+        client.dispatch(Started(replace(info, max_model_len=engine.context)))
         await client.start(link)
         engine.link = link
         update = engine.whole()

@@ -116,6 +116,7 @@ class FleetClient:
     def join(self, node: Node, update: ReportUpdate | None) -> None:
         """A node has joined. `update` is its whole report."""
         self._info = self._info or node.info
+        self.adapters.longest = self._info.max_model_len
         if (ours := kind_of(self._info)) != (its := kind_of(node.info)):
             message = "node %s is not used: it serves %s, and this fleet %s"
             logger.error(message, node.name, its, ours)
@@ -299,7 +300,7 @@ class FleetClient:
             wanted = replace(wanted, avoid=self.adapters.avoided(live, self.nodes))
             routed = self.router.choose(wanted)
             if isinstance(routed, Shed):
-                unmet = self.adapters.unmet(live.request, self.nodes)
+                unmet = self.adapters.unmet(live, self.nodes)
                 if self.alive and not (live.attempts or live.lacking or live.shunned or unmet):
                     raise Overloaded(BUSY, retry_after_s=routed.retry_after_s)
                 waits = away is not None or not live.shunned

@@ -151,6 +151,16 @@ def has_room(node: Node, live: Live) -> bool:
     return report.load.free_seats > 0 and report.load.kv_usage + added <= ROOMY
 
 
+def too_short(live: Live, nodes: Mapping[str, Node], longest: int) -> frozenset[str]:
+    """The names of the nodes whose context has no room for a request. One that may fill the context
+    for which it was made, `longest`, ends where that of its node does."""
+    request = live.request
+    needed = len(request.prompt_ids) + (request.params.max_tokens or longest)
+    if needed >= longest:
+        needed = len(request.prompt_ids) + len(live.output) + (request.pooling is None)
+    return frozenset(name for name, node in nodes.items() if node.info.max_model_len < needed)
+
+
 def to_relieve(node: Node, nodes: Mapping[str, Node], lives: Iterable[Live]) -> Live | None:
     """The request that is to leave a node without memory for it: the first of `lives` (the youngest
     first) that may move, and for which another node has room. If one is not enough, the next goes

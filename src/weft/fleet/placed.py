@@ -19,7 +19,7 @@ from weft.core.errors import AdapterUnavailable, EngineDead, WeftError
 from weft.core.load import adapter_key
 from weft.core.requests import EngineRequest
 from weft.fleet.consolidate import Placement
-from weft.fleet.live import Live, digests_of
+from weft.fleet.live import Live, digests_of, too_short
 from weft.fleet.view import FleetView
 from weft.registry.labels import NODES, NodePin
 
@@ -80,6 +80,8 @@ class PlacedAdapters:
         """`holders`: says for a digest at which addresses nodes have it."""
         self._holders = holders
         self.popular = Placement()
+        self.longest = 0
+        """The context for which this process makes its requests."""
         self.pins: Mapping[str, NodePin] = {}
         """By digest: which nodes are to keep it whatever its load. Whoever knows the adapters'
         labels sets it."""
@@ -224,14 +226,17 @@ class PlacedAdapters:
     # -- what pins mean ------------------------------------------------------------------------
 
     def avoided(self, live: Live, nodes: Mapping[str, Node]) -> frozenset[str]:
-        """The names of nodes that may not serve a request now."""
+        """The names of nodes that may not, or can't, serve a request now."""
         digests = digests_of(live.request) if self.pins else ()
         barred = self._barred(digests, nodes.values())
-        return live.shunned | live.lacking | barred
+        return live.shunned | live.lacking | barred | too_short(live, nodes, self.longest)
 
-    def unmet(self, request: EngineRequest, nodes: Mapping[str, Node]) -> WeftError | None:
-        """What a request fails with if none of the nodes that may serve its adapters is up."""
-        for digest in digests_of(request) if self.pins else ():
+    def unmet(self, live: Live, nodes: Mapping[str, Node]) -> WeftError | None:
+        """What a request fails with if none of the nodes that may serve its adapters is up, or none
+        that is there has room for it."""
+        if nodes and too_short(live, nodes, self.longest) == nodes.keys():
+            return EngineDead("the nodes of the fleet that are there have no room for the request")
+        for digest in digests_of(live.request) if self.pins else ():
             pin = self.pins.get(digest)
             if pin is None or not pin.bond:
                 continue
