@@ -160,6 +160,13 @@ def test_autoscalers_ask_for_what_the_monitor_collects(charts: dict[str, Any]) -
     assert metric["external"]["metric"]["selector"]["matchLabels"] == {"job": "weft"}
 
 
+def test_the_notes_send_a_key_where_one_is_asked_for(charts: dict[str, Any]) -> None:
+    found = [files["weft/templates/NOTES.txt"] for files in charts["rendered"][: len(CHOICES)]]
+    keyed = [bool(re.search(r"curl -H 'Authorization: Bearer \w+' http", text)) for text in found]
+    assert keyed == ["apiKeySecret" in values for values in CHOICES.values()]
+    assert all(re.search(r"curl .*http://127.0.0.1:8000/v1/models", text) for text in found)
+
+
 def test_a_pod_uses_all_devices_that_it_gets(charts: dict[str, Any]) -> None:
     found = []
     for files in charts["rendered"][: len(CHOICES)]:
