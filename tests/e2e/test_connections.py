@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -273,6 +274,25 @@ def test_the_address_for_metrics_has_limits_too(
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         asyncio.run(scenario(listener))
+
+
+def test_who_reads_metrics_is_not_logged(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node without an API has no other server, and Prometheus asks it every few seconds."""
+    for log in map(logging.getLogger, ("uvicorn.error", "uvicorn.access")):
+        monkeypatch.setattr(log, "level", log.level)  # other tests have changed it
+        log.setLevel(logging.NOTSET)
+    caplog.set_level(logging.INFO)
+
+    async def scenario(listener: socket.socket) -> None:
+        async with served_beside(world.app.state.metrics_app, listener):
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            await asyncio.to_thread(answered, url, HEALTH)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asyncio.run(scenario(listener))
+    assert not [each for each in caplog.records if each.name.startswith("uvicorn")]
 
 
 class Client:

@@ -102,7 +102,7 @@ async def served_beside(app: FastAPI, listener: socket.socket | None) -> AsyncIt
     if listener is None:
         yield
         return
-    server = _BesideServer(http_config(app, BESIDE, lifespan="off"))
+    server = _BesideServer(http_config(app, BESIDE, lifespan="off", log_level="warning"))
     serving = asyncio.create_task(server.serve([listener]))
     try:
         yield
