@@ -355,6 +355,27 @@ def test_commands_that_change_a_cluster_say_what_they_do(
     assert said("drain", "node-1", "--undo") == "node-1 takes requests again."
 
 
+def test_what_a_node_says_counts_more_than_that_another_one_is_silent() -> None:
+    """As when a node is drained that is not up yet, while a third one is still starting."""
+
+    class Fleet(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(b'{"error": {"message": "there is no node named \'node-1\'"}}')
+
+        def log_message(self, *args: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Fleet) as server:
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        where = f"127.0.0.1:{server.server_port}"
+        command = ["cluster", "drain", "node-1", "--at", f"{where},127.0.0.2:1"]
+        done = CliRunner().invoke(app, command)
+        server.shutdown()
+    said = f"weft: error: http://{where}/fleet/drain: there is no node named 'node-1'\n"
+    assert (done.exit_code, done.stderr) == (1, said)
+
+
 def test_labels_of_nodes_are_shown_where_there_are_any() -> None:
     node = Placed("n0", "http://h:1", "up")
 

@@ -292,15 +292,15 @@ def ask(url: str, path: str, key: str, body: object = None) -> Any:
 
 
 def ask_any(nodes: Sequence[Placed], path: str, key: str, body: object = None) -> Any:
-    """The answer of the first node that gives one. Raises Unreachable, InvalidRequest."""
-    refused: WeftError = Unreachable("no node of the cluster answers")
-    for node in nodes:
-        if node.url:
-            try:
-                return ask(node.url, path, key, body)
-            except (Unreachable, InvalidRequest) as error:
-                refused = error
-    raise refused
+    """The answer of the first node that gives one. Raises InvalidRequest with what a node says, or
+    Unreachable if none says anything."""
+    errors: list[WeftError] = [Unreachable("no node of the cluster answers")]
+    for url in (node.url for node in nodes if node.url):
+        try:
+            return ask(url, path, key, body)
+        except (Unreachable, InvalidRequest) as error:
+            errors.append(error)
+    raise next((each for each in errors if isinstance(each, InvalidRequest)), errors[-1])
 
 
 def _under_its_own_name(node: Placed, key: str) -> Placed:
