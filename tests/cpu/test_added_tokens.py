@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from adapter_kinds import FAMILIES, VOCAB, lora, make_base, randomise
+from command_line import CliRunner
 from engines import MakeLLM, check_idle
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from weft import LLM, SamplingParams
 from weft.checkpoint.kinds import sort_adapter
 from weft.checkpoint.read import files_of
+from weft.cli.main import app
 from weft.core.errors import AdapterInvalid, InvalidRequest
 from weft.core.sampling import StructuredOutputs
 from weft.llm import RequestOutput
@@ -295,6 +297,13 @@ def test_what_is_refused(world: World, tmp_path: Path) -> None:
         with pytest.raises(AdapterInvalid) as refused:
             world.llm.load_adapter(name, tmp_path / name)
         assert (refused.value.param or "").endswith(param)
+
+
+def test_what_is_served_is_so_without_the_bases_weights(world: World) -> None:
+    for name in KINDS:
+        args = ["check", str(world.folder / name), "--base", str(world.folder / "base")]
+        checked = CliRunner().invoke(app, args)
+        assert checked.exit_code == 0, checked.stdout
 
 
 # a smaller vocabulary and the forms of answers ----------------------------------------------------

@@ -167,12 +167,11 @@ def with_pair(replaced: Replaced, parts: TargetParts, vocab: int, affine: Affine
         a, b = tensor_of(parts.a.array).float(), tensor_of(parts.b.array).float()
         pair = b[vocab:] @ a if is_head else a[:, vocab:].t() @ b.t()
         rows = rows + parts.scaling * pair
-    if is_head and shift is not None:
-        name = parts.lora_bias.name if parts.lora_bias is not None else "lora_bias"
-        refuse(name, "a bias of added tokens in the head is not served")
+    if is_head and parts.lora_bias is not None:
+        refuse(parts.lora_bias.name, "a bias of added tokens in the head is not served")
     if scale is not None:
         rows = rows * (scale[vocab:, None] if is_head else scale)
-    if shift is not None:
+    if shift is not None and not is_head:
         rows = rows + shift
     final = rows.to(replaced.rows.dtype)
     if not is_finite(final):
