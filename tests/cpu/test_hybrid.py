@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,17 @@ from engines import MakeLLM, check_idle
 from golden_cases import TIGHT, assert_right, interleaved, make_workload, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from tiny import HYBRID_ADAPTERS, HYBRID_BASE, answer, ask, tasks
 
 from weft import LLM, SamplingParams
+from weft.checkpoint.kinds import sort_adapter
+from weft.checkpoint.read import files_of
 from weft.core.config import ModelArgs
-from weft.core.errors import ConfigError
+from weft.core.errors import AdapterInvalid, ConfigError
 from weft.kernels.delta import CHUNK, delta_chunk, delta_step, reference_gated_delta
 from weft.llm import RequestOutput
-from weft.models.blueprint import model_shard
+from weft.models.blueprint import model_shard, target_table
 from weft.models.config import load_model_config
 from weft.models.linear_attention import check_heads
 from weft.models.loading import load_model
@@ -164,6 +168,20 @@ def test_heads_that_kernels_on_a_gpu_have_no_room_for_are_refused(
     with pytest.raises(ConfigError, match=f"{field} .* too large for kernels") as caught:
         load_model(ModelArgs(str(HYBRID_BASE)))
     assert caught.value.param == field
+
+
+def test_norms_are_not_saved_with_those_of_linear_attention(tmp_path: Path) -> None:
+    """`peft` saves these too, and fails if the file lacks them."""
+    adapter, base = HYBRID_ADAPTERS["upper"], load_file(HYBRID_BASE / "model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    norms = {f"base_model.model.{name}": 2 * base[name] for name in base if "norm" in name}
+    others = {name: norm for name, norm in norms.items() if ".linear_attn." not in name}
+    table = target_table(load_model_config(HYBRID_BASE))
+    for saved, why in ((norms, "in place of this one"), (others, '"norm" is not served')):
+        files = files_of(config | {"modules_to_save": ["norm"]}, tensors | saved)
+        with pytest.raises(AdapterInvalid, match=why):
+            sort_adapter(files, table, 16)
 
 
 @settings(max_examples=20, deadline=None)

@@ -101,7 +101,7 @@ class PeftConfig:
         around = {name[:at] for name in named.values() for at in _dots(name)}
         for ending in self.modules_to_save:
             modules = [module for module in known if named[module].endswith(ending)]
-            if not modules and any(module.endswith(ending) for module in around):
+            if any(module.endswith(ending) for module in around):
                 refuse("modules_to_save", f"{show(ending)} is not served as a whole")
             for module in modules:
                 if module not in saved:

@@ -160,6 +160,8 @@ def find_target(tensor: str, module: str, table: TargetTable) -> Target:
     """The target named `module`. Raises AdapterInvalid, naming `tensor`, if there is none."""
     target = table.by_name.get(module)
     if target is None:
+        if any(vector.name == tensor.removeprefix(PREFIX) for vector in table.vectors):
+            refuse(tensor, "an adapter can't have its own tensor in place of this one of the base")
         refuse(tensor, f"no such projection in the base model{_hint(module, table)}")
     return target
 
