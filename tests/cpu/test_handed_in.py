@@ -139,6 +139,14 @@ def test_large_headers_are_refused_at_once(table: TargetTable, header: bytes) ->
     assert time.thread_time() - begin < 0.5
 
 
+@pytest.mark.parametrize(("part", "what"), [(b"{}", "objects"), (b"[]", "lists"), (b"1", "values")])
+def test_a_header_of_small_parts_is_not_parsed_for_any_base(part: bytes, what: str) -> None:
+    """Where an adapter is kept for bases that are not known yet, a header may have 16 MiB."""
+    header = b'{"a":[' + (part + b",") * (5 << 20 if part == b"1" else 1 << 20) + b"0]}"
+    with pytest.raises(AdapterInvalid, match=f"too many {what}"):
+        parse_stored(with_header(header))
+
+
 def test_the_largest_header_is_parsed_fast(table: TargetTable) -> None:
     """It has as many tensors as there may be for the base."""
     number = max_tensors(table)

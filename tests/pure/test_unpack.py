@@ -129,6 +129,17 @@ def test_headers_that_are_huge_take_no_memory(kind: bytes, tmp_path: Path) -> No
         tracemalloc.stop()
 
 
+def test_a_header_of_small_lists_takes_no_memory(tmp_path: Path) -> None:
+    """Made into objects, they would take 20 times as much, and hold up all other threads."""
+    header = b'{"a":[' + b"[]," * (1 << 20) + b"[]]}"
+    tracemalloc.start()
+    try:
+        assert "metadata" in refusal(len(header).to_bytes(8, "little") + header, tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_sizes_are_bounded(tmp_path: Path) -> None:
     bomb = gzip.compress(tar({"zeros": bytes(8 << 20), **FILES}), 1)
     assert "more than" in refusal(bomb, written(tmp_path / "a", {}))
@@ -173,6 +184,7 @@ def test_a_safetensors_file_with_its_config(tmp_path: Path) -> None:
         (10).to_bytes(8, "little") + b'["a", "b"]',
         (1 << 24).to_bytes(8, "little") + b"[" * (1 << 24),
         (44).to_bytes(8, "little") + b'{"__metadata__":{"adapter_config":"\\ud800"}}',
+        (44).to_bytes(8, "little") + b'{"__metadata__":{"adapter_config":"\xff....."}}',
     ],
 )
 def test_what_is_no_adapter(content: bytes, tmp_path: Path) -> None:

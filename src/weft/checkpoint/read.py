@@ -36,11 +36,18 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _KEPT_BYTES = 1 << 18
 """The parsed content of the last few headers up to this length is cached."""
-_METADATA_BYTES, _METADATA_OBJECTS = 1 << 20, 1 << 14
-"""The limits of what a header may have besides tensors."""
+_METADATA_BYTES, _METADATA_PARTS = 1 << 20, 1 << 14
+"""The limits of what a header may have besides tensors: bytes; objects, and lists."""
 _ENTRY_BYTES = 384
 """The most bytes of a header for each tensor."""
 _ENTRY = {"dtype", "shape", "data_offsets"}
+_BOUNDED = (
+    (b"{", 1, _METADATA_PARTS, "objects"),
+    (b"[", 2, _METADATA_PARTS, "lists"),
+    (b",", MAX_DIMENSIONS + 3, _METADATA_BYTES, "values"),
+)
+"""How many of each sign a header may have for each tensor, and besides: parsing holds up other
+threads."""
 _Entry = tuple[int, int, str, tuple[int, ...], str]
 """A tensor's start and end in the data, in bytes, its dtype, its shape and its name."""
 
@@ -238,8 +245,9 @@ def _entries(text: bytes, max_tensors: int) -> tuple[_Entry, ...]:
     """A header's entries, in the order of the data. It must not name a tensor twice."""
     if text.count(b'"data_offsets"') > max_tensors:
         refuse(WEIGHTS_FILE, f"holds more tensors than any adapter for this base ({max_tensors})")
-    if text.count(b"{") > max_tensors + _METADATA_OBJECTS:
-        refuse(WEIGHTS_FILE, "malformed: its header has too many objects")
+    for sign, each, besides, what in _BOUNDED:
+        if text.count(sign) > each * max_tensors + besides:
+            refuse(WEIGHTS_FILE, f"malformed: its header has too many {what}")
     try:
         header = json.loads(text, object_pairs_hook=_distinct)
     except RecursionError:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NoReturn
+
+import msgspec
+from msgspec import Struct, field
 
 from weft.core.errors import AdapterInvalid
 from weft.core.files import ADAPTER_FILES, CONFIG_FILE, MAX_BYTES, TOKENIZER_FILES, WEIGHTS_FILE
@@ -164,28 +166,36 @@ def _place(member: tarfile.TarInfo) -> tuple[str, str] | None:
 # -- safetensors -----------------------------------------------------------------------------------
 
 
+class _Metadata(Struct):
+    adapter_config: str | None = None
+    """The text of adapter_config.json."""
+
+
+class _Header(Struct):
+    """What is looked into of a safetensors file's header. The rest is passed over without being
+    made into objects, which would hold up other threads."""
+
+    metadata: _Metadata = field(default_factory=_Metadata, name="__metadata__")
+
+
 def _config_inside(file: BinaryIO) -> bytes:
     """The config in the metadata of a safetensors file."""
     length = int.from_bytes(file.read(8), "little")
     what = "a tar, a tar.gz nor a safetensors file"
     if not 2 <= length <= MAX_METADATA_BYTES:
         _refuse(f"the body is neither {what}")
-    text = file.read(length)
-    if text.count(b"{") > MAX_METADATA_BYTES // 128:
-        _refuse("the header of the safetensors file has too many objects")
     try:
-        header = json.loads(text)
-        metadata = header.get("__metadata__", {})
-        config = metadata.get(CONFIG_KEY)
-    except (ValueError, RecursionError, AttributeError):
+        header = msgspec.json.decode(file.read(length), type=_Header)
+    except (ValueError, RecursionError):
         _refuse(f"the body is neither {what}")
-    if not isinstance(config, str) or len(config) > MAX_BYTES[CONFIG_FILE]:
+    config = header.metadata.adapter_config
+    if config is None or len(config) > MAX_BYTES[CONFIG_FILE]:
         _refuse(
             f"the metadata of a safetensors file must hold the text of {CONFIG_FILE} as"
             f" {CONFIG_KEY!r}; or send a tar of the adapter's folder",
             CONFIG_KEY,
         )
-    return config.encode(errors="surrogatepass")  # whoever parses it refuses what is no text
+    return config.encode()
 
 
 # -- packing ---------------------------------------------------------------------------------------
