@@ -111,6 +111,17 @@ def test_an_adapter_that_is_tried_has_the_name_that_it_would_get(served: Served)
     run(served.world, scenario)
 
 
+def test_tensors_of_those_who_may_not_publish_are_not_read(served: Served) -> None:
+    async def scenario(web: Web) -> None:
+        path, content = "/load_lora_adapter_from_tensors", b"no JSON"
+        answer = await web.http.post(path, content=content, headers=as_("acme-app"))
+        assert answer.status_code == 403 and not answer.json()["success"]
+        assert "'publish'" in answer.json()["error_message"]
+
+    run(served.world, scenario)
+    assert [line["outcome"] for line in served.audited()] == ["permission_denied"]
+
+
 def test_a_name_means_ones_own_then_a_shared_adapter(served: Served) -> None:
     async def scenario(web: Web) -> None:
         await served.fill(web)

@@ -189,6 +189,15 @@ def test_sglangs_tensors(world: World) -> None:
             answer = await web.post(path, {**body, "lora_name": "c", **change})
             assert answer.status_code == 400 and not answer.json()["success"]
             assert part in answer.json()["error_message"]
+        start = b'{"lora_name": "c", "serialized_tensors": "AAAA", "config_dict": {"x": '
+        for value, part in [
+            (b'"\xff"', "utf-8"),
+            (b"[" + b"[]," * 10_000 + b"[]]", "10002 lists"),
+            (b"[" + b'"",' * 50_000 + b'""]', "strings"),
+            (b"[" + b"1," * (1 << 19) + b"1]", "config_dict: larger than"),
+        ]:
+            answer = await web.http.post(path, content=start + value + b"}}")
+            assert answer.status_code == 400 and part in answer.json()["error_message"]
         assert (await models(web)).keys() == {"a", "b"}
         names = [f"n{i}" for i in range(desk_module.MAX_UPLOADS)]
         answers = await asyncio.gather(*(web.post(path, {**body, "lora_name": n}) for n in names))

@@ -172,12 +172,14 @@ def _check_size(size: int, max_bytes: int) -> None:
         raise BodyTooLarge(f"the body is larger than {max_bytes} bytes")
 
 
-def check_counts(body: bytes) -> None:
+def check_counts(body: bytes, with_strings: bool = False) -> None:
     """Raise InvalidRequest for JSON with so many parts that parsing would hold up other requests.
 
-    Signs within strings don't count.
+    Signs within strings don't count. `with_strings`: strings are bounded even if there are few
+    other parts. Most routes leave that to the fields, whose errors say more.
     """
-    if all(body.count(sign) <= most for sign, most, _ in _BOUNDED):
+    signs = (*_BOUNDED, (b'"', 2 * MAX_STRINGS, "")) if with_strings else _BOUNDED
+    if all(body.count(sign) <= most for sign, most, _ in signs):
         return
     # Two bytes that are no signs stand for an escape, and every other piece between quotes is
     # outside of strings.

@@ -18,12 +18,12 @@ from starlette.responses import Response
 
 from weft.api.desk import AdapterDesk
 from weft.api.http import ERRORS, json_response
-from weft.api.reading import note_unknown, read_json, receive_file
+from weft.api.reading import check_counts, note_unknown, read_json, receive_file
 from weft.api.routes_adapters import SGLANG_ERRORS, UpdateAnswer, sglang_answer, wait_in
 from weft.api.service import Service
 from weft.core.adapters import AdapterInfo
 from weft.core.errors import AdapterInvalid, InvalidRequest
-from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
+from weft.core.files import CONFIG_FILE, MAX_BYTES, WEIGHTS_FILE
 from weft.registry.contents import not_kept
 from weft.registry.unpack import tar_of
 
@@ -53,10 +53,11 @@ class CheckAnswer(BaseModel):
 
 
 class SerializedTensors(Struct):
-    """What is read of SGLang's body."""
+    """What is read of SGLang's body. Only texts are made into objects at once: millions of small
+    ones would hold up other requests."""
 
     lora_name: str
-    config_dict: dict[str, Any]
+    config_dict: msgspec.Raw
     """The fields of adapter_config.json."""
     serialized_tensors: str | None = None
     """A safetensors file in base64."""
@@ -64,12 +65,19 @@ class SerializedTensors(Struct):
     """The same, once for each device of SGLang's server; the first is read."""
     pinned: bool = False
     load_format: str | None = None
-    added_tokens_config: dict[str, Any] | None = None
+    added_tokens_config: dict[str, msgspec.Raw] | None = None
 
     def files(self) -> dict[str, bytes]:
         """The adapter's files. Raises AdapterInvalid, InvalidRequest."""
         from weft.checkpoint.read import config_file  # numpy takes its time to import
 
+        config, most = bytes(self.config_dict), MAX_BYTES[CONFIG_FILE]
+        if len(config) > most:
+            raise AdapterInvalid(f"config_dict: larger than {most} bytes", "config_dict")
+        try:
+            fields = msgspec.json.decode(config, type=dict[str, Any])
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"config_dict is not valid: {error}", "config_dict") from None
         for name in ("load_format", "added_tokens_config"):
             if getattr(self, name):
                 raise InvalidRequest(f"{name} is not supported by this version", name)
@@ -85,7 +93,7 @@ class SerializedTensors(Struct):
             raise AdapterInvalid(f"{field} {message} in base64", field)
         if len(weights) < 8:
             raise AdapterInvalid(f"{field} must be a safetensors file in base64", field)
-        return {CONFIG_FILE: config_file(self.config_dict), WEIGHTS_FILE: weights}
+        return {CONFIG_FILE: config_file(fields), WEIGHTS_FILE: weights}
 
 
 _KNOWN = ("wait", "lora_id", *SerializedTensors.__struct_fields__)
@@ -147,6 +155,7 @@ def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
         `PUT /v1/adapters/{name}`."""
 
         async def load() -> str:
+            service.access.need("publish")  # before the body, in which the name is
             with desk.receiving():
                 content = await read_json(request, MAX_TENSORS_BYTES)
                 body, fields, packed = await asyncio.to_thread(_packed, content)
@@ -190,10 +199,12 @@ def _flag(request: Request, name: str, default: bool) -> bool:
 
 def _packed(content: bytes) -> tuple[SerializedTensors, dict[str, Any], bytes]:
     """SGLang's body, all fields that it has, and a tar of the adapter in it."""
+    check_counts(content, with_strings=True)
     try:
-        fields = msgspec.json.decode(content)
-        body = msgspec.convert(fields, SerializedTensors)
-    except (msgspec.DecodeError, RecursionError) as error:
+        fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+        body = msgspec.json.decode(content, type=SerializedTensors)
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid: {error}") from None
+    given = {name: None if bytes(value) == b"null" else True for name, value in fields.items()}
     streams = {name: io.BytesIO(file) for name, file in body.files().items()}
-    return body, fields, b"".join(tar_of(streams))
+    return body, given, b"".join(tar_of(streams))
