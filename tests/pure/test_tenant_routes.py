@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 from http_api import CHAT, COMPLETE, HI, Web, World, digest_of, run, until
+from http_api import served as listening
+from patience import PATIENCE_S
 from test_uploads import FILES, tar
 from toy_tokenizers import byte_level
 
@@ -506,6 +508,31 @@ def test_who_is_refused_is_written_down_in_bounds(
     most = audit_module.MAX_REFUSALS
     assert told[4:] == [first] * (most - 4) + [(None, "refuse", None, "repeated", 54 - most), first]
     assert all(line["client"] == "127.0.0.1" for line in lines)
+
+
+def test_the_number_of_refusals_is_written_though_no_further_one_comes(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Soon after its time, and at the end of the server."""
+
+    def counts() -> list[int]:
+        return [line["times"] for line in served.audited() if line["outcome"] == "repeated"]
+
+    with listening(served.world) as url:
+        for _ in range(audit_module.MAX_REFUSALS + 3):
+            assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert not counts()
+    assert counts() == [3]
+    monkeypatch.setattr(audit_module, "REFUSALS_S", 0.01)
+
+    async def main() -> None:
+        log = AuditLog(served.log)
+        async with log.counting():
+            for _ in range(audit_module.MAX_REFUSALS + 2):
+                log.refuse(AuditEntry("refuse", "/v1/models"))
+            await asyncio.wait_for(until(lambda: counts() == [3, 2]), PATIENCE_S)
+
+    asyncio.run(main())
 
 
 def test_releases_without_a_registry_change_nothing_and_fill_no_disk(served: Served) -> None:

@@ -96,7 +96,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with watch.watching():
+        async with watch.watching(), audit.counting():
             yield
         await executor.close()
         await service.close()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import math
 import os
 import re
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -125,18 +127,14 @@ class AuditLog:
 
     def refuse(self, entry: AuditEntry) -> None:
         """Note that the current request's sender is not allowed to make it. If its address has used
-        up its lines, the refusal is only counted; a later line has the count."""
+        up its lines, the refusal is only counted; see `counting`."""
         told = told_var.get()
         if self._path is None or told:
             return
         if told is not None:
             told.append(entry)
         now_s = time.monotonic()
-        while self._refused and next(iter(self._refused.values())).since_s < now_s - REFUSALS_S:
-            client, seen = self._refused.popitem(last=False)
-            if seen.times > MAX_REFUSALS:
-                more = AuditEntry("refuse", outcome="repeated", times=seen.times - MAX_REFUSALS)
-                self._write(more, client=client)
+        self._write_counts(now_s - REFUSALS_S)
         client = client_var.get() or ""
         if client not in self._refused and len(self._refused) >= MAX_CLIENTS:
             client = "others"
@@ -144,6 +142,31 @@ class AuditLog:
         seen.times += 1
         if seen.times <= MAX_REFUSALS:
             self.write(entry)
+
+    @asynccontextmanager
+    async def counting(self) -> AsyncIterator[None]:
+        """Inside this context, the number of an address's further refusals is written soon after
+        the time for which it is counted, and at the end of the context."""
+
+        async def write_counts() -> None:
+            while True:
+                await asyncio.sleep(REFUSALS_S)
+                self._write_counts(time.monotonic() - REFUSALS_S)
+
+        task = asyncio.create_task(write_counts())
+        try:
+            yield
+        finally:
+            task.cancel()
+            self._write_counts(math.inf)
+
+    def _write_counts(self, before_s: float) -> None:
+        """Count anew for the addresses whose first refusal came before this time."""
+        while self._refused and next(iter(self._refused.values())).since_s < before_s:
+            client, seen = self._refused.popitem(last=False)
+            if seen.times > MAX_REFUSALS:
+                more = AuditEntry("refuse", outcome="repeated", times=seen.times - MAX_REFUSALS)
+                self._write(more, client=client)
 
     def _write(self, entry: AuditEntry, **who: str | None) -> None:
         if self._path is None:
