@@ -399,6 +399,18 @@ def test_more_choices_than_a_tenant_may_have_open_are_refused_by_its_cap(served:
     run(served.world, scenario)
 
 
+def test_tokens_of_vectors_are_counted_as_their_tenants(served: Served) -> None:
+    async def scenario(web: Web) -> None:
+        body = {"model": "base", "input": [[5, 6, 7], [8, 9]]}
+        answer = await web.post("/v1/embeddings", body, headers=as_("acme-app"))
+        assert answer.json()["usage"]["prompt_tokens"] == 5
+        shown = (await web.http.get("/metrics", headers=as_("root"))).text
+        assert 'weft:tenant_tokens_total{tenant="acme",kind="prompt"} 5' in shown
+        assert 'weft:tenant_tokens_total{tenant="acme",kind="output"} 0' in shown
+
+    run(served.world, scenario)
+
+
 def test_metrics_may_have_an_address_of_their_own(tmp_path: Path) -> None:
     world = World(tmp_path, byte_level(), metrics_apart=True)
 

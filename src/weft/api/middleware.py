@@ -199,6 +199,8 @@ class Watch:
         self._tenant = request.tenant
         self._adapter = request.adapter.bare if request.adapter else None
         self._start_s = time.monotonic()
+        self._computed = False
+        """Whether all of the prompt was computed."""
         self.record = RequestRecord(
             request_id=request.request_id,
             model=self._adapter or model_name,
@@ -216,6 +218,8 @@ class Watch:
             self._metrics.queued(self._adapter, event.queue_s)
         record.num_cached_tokens = max(record.num_cached_tokens, event.num_cached_tokens)
         count = len(event.token_ids)
+        if count or event.vector is not None:
+            self._computed = True
         if not count:
             return
         now_s = time.monotonic() - self._start_s
@@ -235,5 +239,5 @@ class Watch:
             per_token_s = (record.last_token_s - record.first_token_s) / (num_tokens - 1)
         reason = record.finish_reason
         self._metrics.finished(self._adapter, reason, record.duration_s, per_token_s)
-        num_prompt = record.num_prompt_tokens - record.num_cached_tokens if num_tokens else 0
+        num_prompt = record.num_prompt_tokens - record.num_cached_tokens if self._computed else 0
         self._metrics.served(self._tenant, num_prompt, num_tokens)
