@@ -500,7 +500,19 @@ def test_adapters_templates_can_be_ignored(monkeypatch: pytest.MonkeyPatch) -> N
         ({"added_tokens.json": b'{"<tag>": 999}'}, "added_tokens.json"),
         ({"tokenizer.json": b"{"}, "tokenizer.json"),
         ({"added_tokens.json": b"["}, "added_tokens.json"),
+        ({"tokenizer.json": b'{"added_tokens": [{"id": 1, "content": "\xff"}]}'}, "tokenizer.json"),
+        ({"added_tokens.json": b'{"\xff": 1}'}, "added_tokens.json"),
     ):
         with pytest.raises(AdapterInvalid) as caught:
             tokenizers.load(files)
         assert caught.value.param == file
+
+
+def test_millions_of_tokens_that_are_ignored_are_not_parsed() -> None:
+    """Parsing them holds up all other threads."""
+    tokenizers = AdapterTokenizers(byte_level(), ignore=True)
+    many = b"{" + b",".join(b'"%d": 1' % n for n in range(1 << 16)) + b"}"
+    more = b'{"added_tokens": [' + b'{"id": 1, "content": "a"},' * (1 << 16) + b"]}"
+    for files in ({"added_tokens.json": many}, {"tokenizer.json": more}):
+        with pytest.raises(AdapterInvalid, match="more tokens than the base has"):
+            tokenizers.load(files)

@@ -154,6 +154,11 @@ def _digest(files: Mapping[str, bytes]) -> str:
 # -- adapters whose tokenizers are ignored ---------------------------------------------------------
 
 
+_BESIDE_TOKENS = 1000
+"""How many signs of a token may have other meanings in a tokenizer's file, besides those within the
+base's own tokens."""
+
+
 class _AddedToken(msgspec.Struct):
     id: int
     content: str
@@ -163,19 +168,26 @@ class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
-def _decoded(files: Mapping[str, bytes], name: str, kind: type[T]) -> T:
+def _decoded(
+    files: Mapping[str, bytes], name: str, kind: type[T], sign: bytes, base: Tokenizer
+) -> T:
+    """The tokens in a file; `sign` is there for each of them. Millions of them would hold up other
+    threads, and are not the base's."""
+    content = files.get(name, b"{}")
+    if content.count(sign) > 2 * base.vocab_size + _BESIDE_TOKENS:
+        refuse_file(name, "adds more tokens than the base has")
     try:
-        return msgspec.json.decode(files.get(name, b"{}"), type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+        return msgspec.json.decode(content, type=kind)
+    except (ValueError, RecursionError) as error:
         refuse_file(name, f"can't be read to see whether it adds tokens ({error})")
 
 
 def _check_ignored(files: Mapping[str, bytes], base: Tokenizer) -> None:
     """Raises AdapterInvalid for a tokenizer with tokens that the base's lacks."""
     name, _, _, more, _ = TOKENIZER_FILES
-    added = _decoded(files, name, _TokenizerFile).added_tokens
+    added = _decoded(files, name, _TokenizerFile, b"{", base).added_tokens
     tokens = {token.content: (token.id, name) for token in added}
-    others = _decoded(files, more, dict[str, int])
+    others = _decoded(files, more, dict[str, int], b":", base)
     tokens |= {token: (token_id, more) for token, token_id in others.items()}
     vocab = base.vocab() if tokens else {}
     for token, (token_id, file) in tokens.items():
