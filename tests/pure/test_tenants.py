@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -350,6 +352,20 @@ def test_no_caller_ever_gets_a_name_that_it_may_not_see(
         except AdapterNotFound:
             assert owner.get(name) != tenant and owner.get(f"{tenant}/{name}") != tenant
     registry.check()
+
+
+def test_unknown_names_hold_up_nobody_however_many_are_like_them() -> None:
+    """All other requests wait while a name like an unknown one is looked for. Those that begin as
+    it does are compared first."""
+    alike = ["".join(Random(n).choices("ab", k=64)) for n in range(500)]
+    access = Access(registry_of(*alike[1:], "support-bot"), caller("acme"))
+    with pytest.raises(ModelNotFound, match=r"did you mean 'support-bot'\?"):
+        access.find("suport-bot")
+    begin = time.thread_time()
+    for _ in range(10):
+        with pytest.raises(ModelNotFound):
+            access.find(alike[0])
+    assert time.thread_time() - begin < 0.5
 
 
 def test_routes_know_the_registry_by_a_callers_view_only() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import NamedTuple, Protocol
 
 from weft.core.adapters import WeightedAdapter
@@ -31,8 +31,9 @@ from weft.registry.names import check_prefix, one_form
 from weft.registry.registry import AdapterCard, AdapterRegistry, Lease, ModelCard
 from weft.registry.tenants import Caller, Role
 
-_MAX_COMPARED, _MAX_COMPARED_CHARS = 500, 64
-"""How many names an unknown one is compared with, for a suggestion, and how long these may be."""
+_MAX_LOOKED_AT, _MAX_PAIRS = 500, 20_000
+"""How many names are looked at for one like an unknown name, and how many pairs of characters are
+compared, for which all other requests wait for a few milliseconds."""
 
 
 class Names(Protocol):
@@ -220,11 +221,13 @@ class Access:
             yield
         except ModelNotFound as error:
             own = f"{self.caller.tenant}/"
-            some = islice(self._names.names(self._namespaces()), _MAX_COMPARED)
+            some = islice(self._names.names(self._namespaces()), _MAX_LOOKED_AT)
             seen = filter(self._means, some)
-            names = (*self._registry.base_names, *(name.removeprefix(own) for name in seen))
-            short = [name for name in names if len(name) <= _MAX_COMPARED_CHARS]
-            if len(model) > _MAX_COMPARED_CHARS or not (like := get_close_matches(model, short, 1)):
+            names = [*self._registry.base_names, *(name.removeprefix(own) for name in seen)]
+            names.sort(key=lambda name: name[:1] != model[:1])  # most who err begin rightly
+            pairs = accumulate(len(name) * len(model) for name in names)
+            few = [name for name, count in zip(names, pairs, strict=True) if count <= _MAX_PAIRS]
+            if not (like := get_close_matches(model, few, 1)):
                 raise
             message = f"{error.message}; did you mean {like[0]!r}?"
             raise ModelNotFound(message, error.param) from None
