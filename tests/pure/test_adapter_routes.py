@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError, Reposit
 from patience import PATIENCE_S
 from toy_tokenizers import byte_level
 
+from weft.core.adapters import AdapterInfo
 from weft.core.errors import EngineDead
 from weft.core.files import ADAPTER_FILES, WEIGHTS_FILE
 from weft.serving.quotas import MAX_LOADS
@@ -201,6 +203,26 @@ def test_the_list_tells_where_an_adapter_is(world: World) -> None:
 
         world.engine.stats = dead  # type: ignore[method-assign]
         assert (await listed(web))["a"]["tier"] is None
+
+    run(world, scenario)
+
+
+def test_thousands_of_adapters_are_listed_at_once(world: World) -> None:
+    """All other requests wait for it."""
+
+    async def scenario(web: Web) -> None:
+        for n in range(5000):
+            world.registry.publish(f"a{n}", AdapterInfo(f"{n:064}", "/p", 4, 1, ()), "/srv")
+        stats = await world.engine.stats()
+        others = tuple(f"1{n:063}" for n in range(5000))
+
+        async def fake() -> Any:
+            return type(stats)(host_adapters=others, resident_adapters=others)
+
+        world.engine.stats = fake  # type: ignore[method-assign]
+        begin = time.thread_time()
+        assert len(await listed(web)) == 5000
+        assert time.thread_time() - begin < 0.5
 
     run(world, scenario)
 

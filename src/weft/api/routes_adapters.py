@@ -20,6 +20,8 @@ from weft.core.stats import EngineStats
 from weft.registry import AdapterCard
 from weft.serving.releases import WAITS, Wait
 
+Tier = Literal["device", "host", "disk"]
+
 
 class UnloadBody(OpenBody):
     """Controllers send more than is known here."""
@@ -95,7 +97,7 @@ class ShownAdapter(BaseModel):
     list is empty, the adapter is active everywhere."""
     bytes: int
     pinned: bool
-    tier: Literal["device", "host", "disk"] | None
+    tier: Tier | None
     """Where the adapter is now, or null when the engine does not answer."""
     quarantined: bool
     """Whether it failed its check when it was loaded again, so that its requests are refused."""
@@ -183,8 +185,8 @@ def _dynamo_routes(service: Service, desk: AdapterDesk) -> APIRouter:
     @router.get("/v1/loras", response_model=AdapterList)
     async def list_adapters() -> Response:
         """The adapters that are served, with what is known of them."""
-        stats = await service.stats()
-        shown = {c.ref.name: _shown(c, stats).model_dump() for c in service.access.adapter_cards()}
+        where = _Where(await service.stats())
+        shown = {c.ref.name: _shown(c, where).model_dump() for c in service.access.adapter_cards()}
         return json_response({"status": "success", "count": len(shown), "loras": shown})
 
     @router.post("/v1/loras", response_model=AdapterDone, openapi_extra=body_of(SourceBody))
@@ -230,7 +232,24 @@ def wait_in(request: Request) -> Wait:
     raise InvalidRequest(f"wait must be one of {', '.join(WAITS)}", "wait")
 
 
-def _shown(card: AdapterCard, stats: EngineStats | None) -> ShownAdapter:
+class _Where:
+    """Where adapters are, by their digests: there may be tens of thousands of them."""
+
+    def __init__(self, stats: EngineStats | None) -> None:
+        """`stats` is None when the engine does not answer."""
+        self._is_known = stats is not None
+        self._tiers: dict[str, Tier] = {}
+        self.quarantined: frozenset[str] = frozenset()
+        if stats is not None:
+            self._tiers |= dict.fromkeys(stats.host_adapters, "host")
+            self._tiers |= dict.fromkeys(stats.resident_adapters, "device")
+            self.quarantined = frozenset(stats.quarantined_adapters)
+
+    def tier(self, digest: str) -> Tier | None:
+        return self._tiers.get(digest, "disk") if self._is_known else None
+
+
+def _shown(card: AdapterCard, where: _Where) -> ShownAdapter:
     return ShownAdapter(
         name=card.ref.name,
         version=card.ref.version,
@@ -242,15 +261,9 @@ def _shown(card: AdapterCard, stats: EngineStats | None) -> ShownAdapter:
         invocation_token_ids=list(card.info.invocation_token_ids),
         bytes=card.info.num_bytes,
         pinned=card.pinned,
-        tier=None if stats is None else _tier(card.ref.digest, stats),
-        quarantined=stats is not None and card.ref.digest in stats.quarantined_adapters,
+        tier=where.tier(card.ref.digest),
+        quarantined=card.ref.digest in where.quarantined,
     )
-
-
-def _tier(digest: str, stats: EngineStats) -> Literal["device", "host", "disk"]:
-    if digest in stats.resident_adapters:
-        return "device"
-    return "host" if digest in stats.host_adapters else "disk"
 
 
 def _done(what: str, name: str) -> Response:
