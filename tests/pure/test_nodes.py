@@ -445,7 +445,7 @@ def test_models_come_in_pages(tmp_path: Path) -> None:
         assert first["has_more"] and not (await node.web.get("/v1/models")).json()["has_more"]
         card = (await node.web.get("/v1/models/acme/b")).json()
         assert (card["id"], card["parent"]) == ("acme/b", "base")
-        for limit in ("0", "x", "10001", "9" * 30):
+        for limit in ("0", "x", "10001", "9" * 30, "0" * 9 + "10001", "1".zfill(9) + "9" * 5000):
             answer = await node.web.get(f"/v1/models?limit={limit}")
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
 

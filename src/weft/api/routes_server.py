@@ -31,7 +31,8 @@ def _page_size(given: str | None, default: int | None) -> int | None:
     """Raises InvalidRequest."""
     if given is None:
         return default
-    if not (given.isascii() and given.isdecimal() and 1 <= int(given[:9]) <= MAX_PAGE):
+    plain = given.isascii() and given.isdecimal() and len(given) < 10
+    if not (plain and 1 <= int(given) <= MAX_PAGE):
         raise InvalidRequest(f"limit must be in [1, {MAX_PAGE}], got {given[:20]}", "limit")
     return int(given)
 
