@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -347,6 +349,26 @@ def test_a_server_that_stores_nothing(tmp_path: Path) -> None:
     run(world, scenario)
 
 
+def test_stored_responses_take_the_memory_that_is_counted(world: World) -> None:
+    """Though their conversations have thousands of messages of a few bytes."""
+
+    async def scenario(web: Web) -> None:
+        items = [{"role": "user", "content": "x"}] * 500
+        body = {"model": "base", "input": items, "truncation": "auto"}
+        ids = [(await web.post(PATH, body)).json()["id"]]
+        tracemalloc.start()
+        try:
+            ids += [(await web.post(PATH, body)).json()["id"] for _ in range(2)]
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < 300_000
+        finally:
+            tracemalloc.stop()
+        for stored in ids:
+            assert (await web.get(f"{PATH}/{stored}")).json()["id"] == stored
+
+    run(world, scenario)
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 300), st.booleans())))
 def test_stored_responses_are_bounded(puts: list[tuple[str, int, bool]]) -> None:
     """Whoever stores little keeps it, however much others store."""
@@ -354,8 +376,8 @@ def test_stored_responses_are_bounded(puts: list[tuple[str, int, bool]]) -> None
     sizes = {"a": 0, "b": 0, "c": 0}
     for number, (tenant, size, deletes) in enumerate(puts):
         shown = {"id": str(number), "text": "x" * size}
-        stored = StoredResponse(shown, (Message(role="user", content="hi"),))
-        kept.put(tenant, stored)
+        stored = StoredResponse.of(shown, [Message(role="user", content="hi")])
+        kept.put(tenant, str(number), stored)
         kept.check()
         sizes[tenant] += size + 100
         if sizes[tenant] < 1000 // 3:

@@ -44,11 +44,12 @@ def response_routes(service: Service) -> APIRouter:
         if previous is not None:
             before = kept.get(tenant(), previous, "previous_response_id").messages
         with naming(FIELDS):
-            chat = body.to_chat(before, lambda *item: kept.item(tenant(), *item))
+            chat = body.to_chat(before, kept.finder(tenant()))
         pinned = await service.pin(body, request.headers)
         response_id = f"resp_{uuid.uuid4().hex}"
         turn = Turn(service, chat, pinned, response_id, drops_oldest=body.truncation == "auto")
-        keep = partial(kept.put, tenant()) if kept.max_bytes and body.store is not False else None
+        store = kept.max_bytes and body.store is not False
+        keep = partial(kept.put, tenant(), response_id) if store else None
         made = _Response(response_id, body, chat, turn, keep)
         headers = service.headers_of(pinned)
         if body.stream:
@@ -61,7 +62,8 @@ def response_routes(service: Service) -> APIRouter:
         known = {"stream": ("false",)}
         strict = service.settings.strict_fields
         note_ignored(request, ignored_fields(request.query_params, known, strict=strict))
-        return json_response(kept.get(tenant(), response_id).shown)
+        shown = kept.get(tenant(), response_id).shown
+        return Response(shown, media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}")
     async def delete_response(response_id: str) -> Response:
@@ -167,7 +169,7 @@ class _Response:
         }
         if self._keep is not None:
             own = self._chat.messages[1 if self._body.instructions else 0 :]
-            self._keep(StoredResponse(shown, (*own, _message(reader))))
+            self._keep(StoredResponse.of(shown, (*own, _message(reader))))
         return shown
 
     def _response(self, status: str) -> dict[str, Any]:

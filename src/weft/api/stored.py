@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from pydantic import TypeAdapter
 
 from weft.api.bodies import Message
 from weft.core.errors import ResponseNotFound
 
+_CONVERSATION = TypeAdapter(tuple[Message, ...])
+
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, and the conversation up to its end, without its instructions."""
+    """A response, and the conversation up to its end, without its instructions. Both are JSON, as
+    objects take up to 20 times as much memory."""
 
-    shown: dict[str, Any]
-    messages: tuple[Message, ...]
+    shown: bytes
+    conversation: bytes
+
+    @classmethod
+    def of(cls, shown: dict[str, Any], messages: Sequence[Message]) -> StoredResponse:
+        conversation = _CONVERSATION.dump_json(tuple(messages), exclude_none=True)
+        return cls(msgspec.json.encode(shown), conversation)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return _CONVERSATION.validate_json(self.conversation)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.shown) + len(self.conversation)
 
 
 class StoredResponses:
@@ -30,17 +48,16 @@ class StoredResponses:
     def __init__(self, max_bytes: int) -> None:
         """`max_bytes` 0 keeps nothing."""
         self.max_bytes = max_bytes
-        self._kept: dict[str, OrderedDict[str, tuple[StoredResponse, int]]] = {}
-        """By tenant and id, the oldest first, each with its size."""
+        self._kept: dict[str, OrderedDict[str, StoredResponse]] = {}
+        """By tenant and id, the oldest first."""
         self._sizes: Counter[str] = Counter()
 
-    def put(self, tenant: str, stored: StoredResponse) -> None:
-        """Keep a response under its id."""
-        size = len(msgspec.json.encode(stored.shown)) + sum(map(_size, stored.messages))
-        if size > self.max_bytes:
+    def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
+        """Keep a response under its id, which is new."""
+        if stored.num_bytes > self.max_bytes:
             return
-        self._kept.setdefault(tenant, OrderedDict())[stored.shown["id"]] = stored, size
-        self._sizes[tenant] += size
+        self._kept.setdefault(tenant, OrderedDict())[response_id] = stored
+        self._sizes[tenant] += stored.num_bytes
         while self._sizes.total() > self.max_bytes:
             largest, _ = max(self._sizes.items(), key=lambda item: item[1])
             self.delete(largest, next(iter(self._kept[largest])))
@@ -52,33 +69,36 @@ class StoredResponses:
             raise _gone("response", response_id, field)
         return found
 
-    def item(self, tenant: str, given: str, field: str) -> dict[str, Any]:
-        """The item of a tenant's own response that has the given id, made by `id_of_item`. Raises
-        ResponseNotFound, naming the field."""
-        own = given.partition("_")[2].rpartition("_")[0]
-        found = self._find(tenant, f"resp_{own}")
-        items: list[dict[str, Any]] = found.shown["output"] if found else []
-        item = next((each for each in items if each["id"] == given), None)
-        if item is None:
-            raise _gone("item", given, field)
-        return item
+    def finder(self, tenant: str) -> Callable[[str, str], dict[str, Any]]:
+        """Finds items of the tenant's own responses by their ids, made by `id_of_item`, for a
+        field. It raises ResponseNotFound, naming the field. Each response is read once."""
+        items: dict[str, dict[str, dict[str, Any]]] = {}
+
+        def find(given: str, field: str) -> dict[str, Any]:
+            response_id = "resp_" + given.partition("_")[2].rpartition("_")[0]
+            if response_id not in items:
+                found = self._find(tenant, response_id)
+                output = msgspec.json.decode(found.shown)["output"] if found else []
+                items[response_id] = {item["id"]: item for item in output}
+            if given not in items[response_id]:
+                raise _gone("item", given, field)
+            return items[response_id][given]
+
+        return find
 
     def _find(self, tenant: str, response_id: str) -> StoredResponse | None:
-        kept = self._kept.get(tenant)
-        found = None if kept is None else kept.get(response_id)
-        return None if found is None else found[0]
+        return self._kept.get(tenant, {}).get(response_id)
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Forget a response. Raises ResponseNotFound."""
         self.get(tenant, response_id)
-        _, size = self._kept[tenant].pop(response_id)
-        self._sizes[tenant] -= size
+        self._sizes[tenant] -= self._kept[tenant].pop(response_id).num_bytes
         if not self._kept[tenant]:
             del self._kept[tenant], self._sizes[tenant]
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold."""
-        sizes = {name: sum(size for _, size in kept.values()) for name, kept in self._kept.items()}
+        sizes = {n: sum(each.num_bytes for each in k.values()) for n, k in self._kept.items()}
         assert sizes == dict(self._sizes)
         assert all(self._kept.values())
         assert self._sizes.total() <= self.max_bytes
@@ -92,7 +112,3 @@ def id_of_item(kind: str, response_id: str, number: int) -> str:
 def _gone(what: str, given: str, field: str | None) -> ResponseNotFound:
     message = f"there is no stored {what} {given[:80]!r}; it may have made way for newer ones"
     return ResponseNotFound(message, field)
-
-
-def _size(message: Message) -> int:
-    return len(message.model_dump_json(exclude_none=True))
