@@ -130,6 +130,33 @@ def test_the_same_files_are_the_base_s(tmp_path: Path, monkeypatch: pytest.Monke
     run(world, scenario)
 
 
+def test_unused_tokenizers_are_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a client could fill the memory by trying adapters. Templates for the base's own
+    tokenizer take none."""
+    loads: list[LoadTokenizer] = []
+    load = Sandbox.load
+    monkeypatch.setattr(Sandbox, "load", lambda *a: loads.append(a[1]) or load(*a))
+    tokenizers = adapter_tokenizers.AdapterTokenizers(byte_level())
+    text = byte_level()._hf.backend_tokenizer.to_str()
+    start = len(byte_level().vocab())
+    large = [{"tokenizer.json": with_token(text, f"<{n}>", start)} for n in "ab"]
+    template = {"chat_template.jinja": b"{{ messages[0].content }}"}
+    monkeypatch.setattr(adapter_tokenizers, "MAX_KEPT_BYTES", len(large[0]["tokenizer.json"]))
+    for files in (large[0], large[0], template, large[1], template, large[1]):
+        tokenizers.load(files)
+    assert len(loads) == 3, "each once"
+    tokenizers.load(large[0])
+    assert len(loads) == 4, "it made way"
+
+
+def with_token(tokenizer: str, token: str, token_id: int) -> bytes:
+    """The text of a tokenizer.json with one more token."""
+    whole = json.loads(tokenizer)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    whole["added_tokens"].append({"id": token_id, "content": token, **flags})
+    return json.dumps(whole).encode()
+
+
 def test_a_template_alone(tmp_path: Path) -> None:
     """With the base's tokenizer. A new one takes effect with the next load of the same weights,
     and goes with the name."""

@@ -15,7 +15,7 @@ from weft.core import folders, sampling
 from weft.grammar import check, grammars, matcher
 from weft.registry import tenants_file
 from weft.serving import quotas
-from weft.text import adapter_tokenizer
+from weft.text import adapter_tokenizer, adapter_tokenizers
 from weft.text.sandbox import limits as sandbox
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -34,6 +34,10 @@ SECURITY = {
         f"{sandbox.LOAD_CPU_S:g} s of CPU",
         f"{sandbox.FILE_BYTES // MI} MiB",
         f"{adapter_tokenizer.MAX_TOKENS // MI} Mi tokens",
+    ],
+    "tokenizers that are kept though no adapter uses them": [
+        f"{adapter_tokenizers.MAX_KEPT}, with",
+        f"{adapter_tokenizers.MAX_KEPT_BYTES // MI} MiB of files",
     ],
     "texts of one adapter's author": [f"{sandbox.MAX_WAITING}, for {sandbox.MAX_WAIT_S:g} s"],
     "a form, compiled": [

@@ -25,8 +25,10 @@ from weft.text.sandbox.pool import Sandbox
 from weft.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-MAX_KEPT = 32
-"""How many unused tokenizers are kept, for adapters that will bring the same files."""
+MAX_KEPT, MAX_KEPT_BYTES = 32, 128 << 20
+"""How many unused tokenizers are kept, for adapters that will bring the same files, and how large
+the files of those with another vocabulary than the base's may be together. These take about five
+times as much memory."""
 
 NO_FORMS = (
     "structured_outputs are made of the base model's tokens, and the tokenizer of this adapter has"
@@ -58,8 +60,8 @@ class AdapterTokenizers:
         self.sandbox = Sandbox()
         self._ignore = ignore
         self._by_name: dict[str, OwnTokenizer] = {}
-        self._kept: OrderedDict[str, OwnTokenizer | None] = OrderedDict()
-        """What was loaded, by a digest of the files."""
+        self._kept: OrderedDict[str, tuple[OwnTokenizer | None, int]] = OrderedDict()
+        """What was loaded, by a digest of the files, and what counts of MAX_KEPT_BYTES."""
         self._lock = threading.Lock()
 
     def read(self, folder: Folder) -> dict[str, bytes]:
@@ -86,13 +88,19 @@ class AdapterTokenizers:
         with self._lock:
             if digest in self._kept:
                 self._kept.move_to_end(digest)
-                return self._kept[digest]
+                return self._kept[digest][0]
         own = self._load(files, self.base)
+        of_base = own is None or isinstance(own.tokenizer, Tokenizer)
+        num_bytes = 0 if of_base else sum(map(len, files.values()))
         with self._lock:
-            self._kept[digest] = own
-            if len(self._kept) > MAX_KEPT:
+            self._kept[digest] = own, num_bytes
+            while len(self._kept) > MAX_KEPT or self._num_kept_bytes > MAX_KEPT_BYTES:
                 self._kept.popitem(last=False)
         return own
+
+    @property
+    def _num_kept_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self._kept.values())
 
     def put(self, name: str, own: OwnTokenizer | None) -> None:
         """Requests of this adapter use `own` from now on; None stands for the base's."""
