@@ -87,7 +87,8 @@ class StoredResponses:
         return find
 
     def _find(self, tenant: str, response_id: str) -> StoredResponse | None:
-        return self._kept.get(tenant, {}).get(response_id)
+        kept = self._kept.get(tenant)
+        return None if kept is None else kept.get(response_id)
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Forget a response. Raises ResponseNotFound."""

@@ -243,13 +243,15 @@ def _run_decodes(
 ) -> None:
     N, H, E, y_TO = len(decodes), layer.num_values, layer.value_dim, y.y_TO
     options = launch_options(starts_early(y_TO.device))
-    sizes = {**sizes_of(layer, y), "R": cache.num_kept, "BLOCK_D": block_of(layer.key_dim)}
+    block_d = block_of(layer.key_dim)
+    sizes = {**sizes_of(layer, y), "R": cache.num_kept, "BLOCK_D": block_d}
     W, C = layer.conv_WC.shape
     read_NHE = y_TO.new_empty((N, H, E), dtype=torch.float32)
     part, inputs = min(PART, block_of(E)), (y_TO, *y.pending_tensors())
     grid = (N, H, cdiv(E, part))
     # Few programs leave processors idle, and more warps read what they need in fewer turns.
-    warps = 4 if math.prod(grid) <= 2 * processors(y_TO.device) else 2
+    is_wide = block_d >= 64 and part == PART
+    warps = 4 if is_wide and math.prod(grid) <= 2 * processors(y_TO.device) else 2
     _decode[grid](
         *inputs, read_NHE, cache.inputs, cache.delta, layer.conv_WC, layer.log_a_H,
         layer.dt_bias_H, decodes, positions_T, y_TO.stride(0), C,
