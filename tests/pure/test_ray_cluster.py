@@ -324,5 +324,5 @@ def test_commands_find_the_cluster_from_any_shell(ray: FakeRay, cluster: RayClus
         return done.output.replace("\n", " ")
 
     assert "or give --at" in said("status")
-    assert f"http://{HOST}:9001" in said("status", "--at", "ray")
+    assert f"http://{HOST}:900" in said("status", "--at", "ray")
     assert "where they were started" in said("scale", "1", "--at", "127.0.0.1:1")
