@@ -36,6 +36,7 @@ from weft.grammar.processes import CompilerProcesses
 from weft.grammar.vocabulary import Vocabulary
 from weft.text import Tokenizer, load_tokenizer
 from weft.text.chat_parser import ChatParser
+from weft.text.either import EitherParser, begins_of_calls, calls_or
 from weft.text.harmony import HarmonyParser
 from weft.text.tools import TOOL_FORMATS, schemas_of, tools_schema
 
@@ -662,8 +663,10 @@ def calling() -> Iterator[Bench]:
     as_tokens = [mark for mark in marks if mark[:2] in ("<|", "[T")]
     for style in TOOL_FORMATS.values():
         as_tokens += style.marks if style.syntax == "gemma" else ()
+    as_tokens += ["<|START_RESPONSE|>", "<|eos|>"]
     special = [AddedToken(mark, special=True) for mark in dict.fromkeys(as_tokens)]
     hf.add_tokens(special, special_tokens=True)
+    hf.eos_token = "<|eos|>"  # harmony ends thoughts with this model's own
     made = Bench(Tokenizer(hf))
     yield made
     made.grammars.close()
@@ -718,3 +721,139 @@ def test_arguments_satisfy_their_schema_where_they_are_not_json(
         parser = ChatParser(tool_format, None, schemas=schemas_of(tools))
         calls = parser.flush(parser.feed(text)).tool_calls
         jsonschema.validate(json.loads("".join(c.arguments for c in calls if not c.index)), schema)
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 9}, "x": {"type": "integer"}},
+    "required": ["city", "x"],
+}
+FORMS = [
+    (json_form(CITY), '{"city":"Ghent","x":3}'),
+    (StructuredOutputs(regex="[0-9]{3}|<[a-z]+>"), "<tool>"),
+    (StructuredOutputs(choice=("yes", "<tool>", "commentary")), "commentary"),
+    (StructuredOutputs(grammar='root ::= "x" y\ny ::= "y" | "[" y "]"'), "x[[y]]"),
+]
+HEADS = {"cohere": "<|START_RESPONSE|>", "harmony": "<|channel|>final<|message|>"}
+
+
+def allows(bench: Bench, spec: StructuredOutputs, ids: list[int]) -> bool:
+    """Whether the output may be these tokens and nothing else."""
+    matcher = bench.compile(spec)
+    for token_id in [*ids, bench.eos]:
+        if token_id not in bench.allowed(matcher):
+            return False
+        matcher.accept(token_id)
+    return True
+
+
+def said(tool_format: str, text: str) -> tuple[str, list[str]]:
+    """The content of an answer that is either calls or text, and its calls' arguments."""
+    parser: ChatParser | HarmonyParser = HarmonyParser(reads_calls=True, either=True)
+    if tool_format != "harmony":
+        begins = begins_of_calls(TOOLS, tool_format)
+        parser = EitherParser(tool_format, None, False, schemas_of(TOOLS), begins)
+    piece = parser.flush(parser.feed(text.removeprefix("<|START_RESPONSE|>")))  # it does not show
+    calls: dict[int, str] = {}
+    for call in piece.tool_calls:
+        calls[call.index] = calls.get(call.index, "") + call.arguments
+    return piece.content, list(calls.values())
+
+
+@pytest.mark.parametrize("tool_format", list(TOOL_FORMATS))
+@pytest.mark.parametrize(("form", "text"), FORMS)
+def test_an_answer_is_either_calls_or_a_text_of_the_form(
+    calling: Bench, tool_format: str, form: StructuredOutputs, text: str
+) -> None:
+    tokenizer = calling.tokenizer
+    assert tokenizer is not None
+    either = calls_or(form, TOOLS, tool_format)
+    answer = tokenizer.encode(HEADS.get(tool_format, "") + text, False)
+    assert allows(calling, either, answer)
+    assert said(tool_format, tokenizer.decode(answer)) == (text, [])
+    calls = [
+        ids[:-1]
+        for seed in range(4)
+        if (ids := _call(calling, tool_format, seed))[-1] == calling.eos
+    ]
+    assert calls
+    for ids in calls:
+        assert allows(calling, either, ids)
+        assert not allows(calling, either, [*ids, *answer])
+        assert not allows(calling, either, [*answer, *ids])
+        assert not allows(calling, either, ids[:-1])
+    for other in ("", "Hello.", text + "Z", '{"name": "h", "parameters": {}}'):
+        assert not allows(calling, either, tokenizer.encode(other, False))
+
+
+def _call(bench: Bench, tool_format: str, seed: int) -> list[int]:
+    matcher = bench.compile(tools_schema(TOOLS, tool_format, None))
+    return bench.write(matcher, random.Random(seed))
+
+
+@pytest.mark.parametrize("tool_format", list(TOOL_FORMATS))
+def test_whatever_is_written_is_read_as_calls_or_as_the_form(
+    calling: Bench, tool_format: str
+) -> None:
+    texts = list(calling.texts(calls_or(json_form(CITY), TOOLS, tool_format), 12))
+    assert texts
+    for text in texts:
+        content, calls = said(tool_format, text)
+        assert bool(content) != bool(calls)
+        for arguments in calls:
+            assert json.loads(arguments).get("e", "a") in ("a", "b")
+        if content:
+            jsonschema.validate(json.loads(content), CITY)
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "form"),
+    [
+        ("hermes", StructuredOutputs(regex=".*")),
+        ("hermes", StructuredOutputs(choice=("a", "<tool_call> is a mark"))),
+        ("mistral", StructuredOutputs(grammar='root ::= "[" [^a]* "]"')),
+        ("llama3_json", StructuredOutputs(json_object=True)),
+        ("llama3_json", json_form({"type": "object", "properties": {"name": {"type": "string"}}})),
+        ("glm4", StructuredOutputs(regex=r"[a-z\n]+")),
+        ("hermes", tag({"type": "const_string", "value": "a"})),
+    ],
+)
+def test_a_form_that_may_look_like_a_call_is_refused(
+    calling: Bench, tool_format: str, form: StructuredOutputs
+) -> None:
+    assert "tool_choice" in refusal(calling, calls_or(form, TOOLS, tool_format))
+
+
+def test_a_fault_of_a_tool_beside_a_form_is_told_apart(calling: Bench) -> None:
+    bad = {"type": "object", "not": {}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": bad}}]
+    for spec, field in (
+        (calls_or(json_form(CITY), tools, "hermes"), "structured_outputs.around"),
+        (calls_or(json_form(bad), TOOLS, "hermes"), "structured_outputs"),
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            calling.compile(spec)
+        assert error.value.param == field and error.value.message.startswith(f"{field}: 'not'")
+
+
+def test_what_a_harmony_model_thinks_comes_before_either(calling: Bench) -> None:
+    tokenizer = calling.tokenizer
+    assert tokenizer is not None
+    either = calls_or(json_form(CITY), TOOLS, "harmony")
+    thoughts = "<|channel|>analysis<|message|>1 < 2<|end|><|start|>assistant"
+    calls = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    answer = '<|channel|>final<|message|>{"city":"Ghent","x":3}'
+    for text in (calls + '{"x":1}', answer):
+        for before in ("", thoughts):
+            assert allows(calling, either, tokenizer.encode(before + text, False)), text
+    marked = answer.replace("Ghent", "<|end|>" + calls)
+    assert said("harmony", thoughts + marked) == (marked.removeprefix(HEADS["harmony"]), [])
+
+
+@pytest.mark.parametrize("tool_format", list(TOOL_FORMATS))
+def test_calls_that_may_not_be_parallel_are_one(calling: Bench, tool_format: str) -> None:
+    either = calls_or(json_form(CITY), TOOLS, tool_format, one_call=True)
+    numbers = set()
+    for spec in (either, tools_schema(TOOLS, tool_format, None, one_call=True)):
+        numbers |= {len(said(tool_format, text)[1]) for text in calling.texts(spec, 8)}
+    assert numbers <= {0, 1} and 1 in numbers

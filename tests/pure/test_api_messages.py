@@ -299,10 +299,6 @@ def block(**fields: Any) -> dict[str, Any]:
         ({"temperature": -1}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        (
-            {"tools": [TIME], "output_config": {"format": {"type": "json_schema", "schema": {}}}},
-            "output_config.format",
-        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -420,10 +420,6 @@ def test_stored_responses_are_bounded(puts: list[tuple[str, int, bool]]) -> None
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
-        (
-            {"text": {"format": {"type": "json_object"}}, "tools": [TIME]},
-            "text.format",
-        ),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"truncation": "some"}, "truncation"),
         ({"reasoning": {"effort": "some"}}, "reasoning.effort"),

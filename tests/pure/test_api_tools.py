@@ -109,6 +109,12 @@ def test_one_call_if_they_may_not_be_parallel(world: World) -> None:
             whole, stream = await both(web, text, tools=[WEATHER], parallel_tool_calls=False)
             calls = whole["message"].get("tool_calls", [])
             assert len(calls) == len(calls_of(stream)) == (text != "no")
+        for fields in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+            await web.chat(tools=[WEATHER], parallel_tool_calls=False, **fields)
+            form = web.world.engine.requests[-1].params.structured_outputs
+            assert form is not None
+            tag = form.structural_tag or form.around or ""
+            assert '"stop_after_first": true' in tag
 
     run(world, scenario)
 
@@ -179,13 +185,140 @@ def test_a_schema_that_the_engine_refuses_is_the_tools_fault(world: World) -> No
     run(world, scenario)
 
 
-def test_a_form_and_tools_are_at_odds(world: World) -> None:
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
+CALLS_TIME = {
+    "hermes": CALL_TIME,
+    "llama3_json": '{"name": "time", "parameters": {}}',
+    "mistral": '[TOOL_CALLS] [{"name": "time", "arguments": {}}]',
+    "qwen3_coder": "<tool_call>\n<function=time>\n</function>\n</tool_call>",
+    "gemma4": "<|tool_call>call:time{}<tool_call|>",
+    "olmo3": "<function_calls>time()</function_calls>",
+    "glm4": "time\n{}",
+    "harmony": "<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}",
+}
+
+
+@pytest.mark.parametrize("tool_format", CALLS_TIME)
+def test_an_answer_is_either_a_call_or_has_the_form(tmp_path: Path, tool_format: str) -> None:
+    """What it begins with decides: a text may hold what a call looks like."""
+    world = thinking_world(tmp_path, tool_call_parser=tool_format, reasoning_parser=None)
+    call = CALLS_TIME[tool_format]
+    text = f'{{"city":"{call}"}}'
+    head = "<|channel|>final<|message|>" if tool_format == "harmony" else ""
+    fields: dict[str, Any] = {"tools": [TIME], "response_format": AS_SCHEMA}
+
     async def scenario(web: Web) -> None:
-        body: dict[str, Any] = {"messages": HI, "response_format": {"type": "json_object"}}
-        answer = await web.post(CHAT, {"model": "base", "tools": [WEATHER], **body})
-        assert answer.json()["error"]["param"] == "response_format"
-        await web.chat(**body, tools=[WEATHER], tool_choice="none")
+        for said in (call, head + text):
+            whole, stream = await both(web, said, **fields)
+            form = world.engine.requests[-1].params.structured_outputs
+            assert form is not None and form.json == json.dumps(SCHEMA)
+            assert "time" in (form.around or "")
+            called = said == call
+            assert whole["finish_reason"] == stream[-1]["finish_reason"]
+            assert whole["finish_reason"] == ("tool_calls" if called else "stop")
+            assert len(whole["message"].get("tool_calls", [])) == called
+            assert len(calls_of(stream)) == called
+            content = whole["message"]["content"]
+            assert (content or "") == joined(stream, "content") == ("" if called else text)
+
+    run(world, scenario)
+
+
+@pytest.mark.parametrize("said", [CALL_TIME, '{"city":"Ghent"}'])
+def test_either_comes_after_the_reasoning(world: World, said: str) -> None:
+    fields: dict[str, Any] = {"tools": [TIME], "tool_choice": "auto", "n": 2}
+    world.engine.answers = [ids(THOUGHT + said) for _ in "12"]
+
+    async def scenario(web: Web) -> None:
+        answer = await web.chat(**fields, structured_outputs={"json_object": True})
+        for choice in answer["choices"]:
+            assert choice["message"]["reasoning_content"] == "hm"
+            assert choice["finish_reason"] == ("tool_calls" if said == CALL_TIME else "stop")
+        form = world.engine.requests[-1].params.structured_outputs
+        assert form is not None and form.json_object and form.around
+        marks = form.reasoning_token, form.begin_after_token
+        assert marks == (BEGIN_OF_REASONING, END_OF_REASONING)
+
+    run(world, scenario)
+
+
+def test_other_apis_take_tools_and_a_form_too(world: World) -> None:
+    function = {"type": "function", "name": "time"}
+    of_responses = {
+        "model": "base",
+        "input": "hi",
+        "tools": [function],
+        "text": {"format": {"type": "json_schema", "name": "city", "schema": SCHEMA}},
+    }
+    of_messages = {
+        "model": "base",
+        "messages": HI,
+        "max_tokens": 500,
+        "tools": [{"name": "time", "input_schema": {"type": "object"}}],
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    }
+
+    async def scenario(web: Web) -> None:
+        for said, item, block in (
+            (CALL_TIME, "function_call", "tool_use"),
+            ('{"city":"Ghent"}', "message", "text"),
+        ):
+            world.engine.answers = [ids(said) for _ in "12"]
+            answer = await web.post("/v1/responses", of_responses)
+            assert [each["type"] for each in answer.json()["output"]] == [item]
+            answer = await web.post("/v1/messages", of_messages)
+            assert [each["type"] for each in answer.json()["content"]] == [block]
+            form = world.engine.requests[-1].params.structured_outputs
+            assert form is not None and form.json and "time" in (form.around or "")
+
+    run(world, scenario)
+
+
+def test_the_fault_of_a_form_beside_tools_has_its_name(world: World) -> None:
+    body = {"model": "base", "messages": HI, "tools": [TIME], "response_format": AS_SCHEMA}
+    of_messages = {
+        "model": "base",
+        "messages": HI,
+        "max_tokens": 5,
+        "tools": [{"name": "time", "input_schema": {"type": "object"}}],
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    }
+
+    async def scenario(web: Web) -> None:
+        for field, ours, theirs in (
+            ("structured_outputs", "response_format", "output_config.format"),
+            ("structured_outputs.around", "tools", "tools"),
+        ):
+            world.engine.fail_after = (0, InvalidRequest(f"{field}: no such type", field))
+            answer = await web.post(CHAT, body)
+            told = answer.json()["error"]
+            assert (told["param"], told["message"]) == (ours, f"{ours}: no such type")
+            answer = await web.post("/v1/messages", of_messages)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"] == f"{theirs}: no such type"
+        deep: dict[str, Any] = {"type": "integer"}
+        for _ in range(130):
+            deep = {"items": deep}
+        for schema in ({"description": "a" * 70_000}, deep):
+            function = {"name": "time", "parameters": {"type": "object", **schema}}
+            tools = [{"type": "function", "function": function}]
+            answer = await web.post(CHAT, body | {"tools": tools})
+            told = answer.json()["error"]
+            assert (answer.status_code, told["param"]) == (400, "tools"), told
+            assert told["message"].startswith("tools: ")
+
+    run(world, scenario)
+
+
+def test_tools_that_may_not_be_called_leave_the_form_alone(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        fields: dict[str, Any] = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+        await web.chat(**fields, tool_choice="none")
+        form = world.engine.requests[-1].params.structured_outputs
+        assert form is not None and form.around is None
         await web.chat(tools=[WEATHER], response_format={"type": "text"})
+        assert world.engine.requests[-1].params.structured_outputs is None
 
     run(world, scenario)
 

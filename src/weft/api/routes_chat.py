@@ -33,6 +33,7 @@ from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.serving import Pinned
 from weft.text import OutputDelta
 from weft.text.chat_parser import ChatParser, Piece, TextDelta, ToolCallDelta
+from weft.text.either import EitherParser, begins_of_calls, calls_or
 from weft.text.harmony import HarmonyParser
 from weft.text.json_stream import WholePairs, is_json
 from weft.text.reasoning import REASONING, opens_reasoning
@@ -72,6 +73,8 @@ class Turn:
         self._dialect = service.dialect_of(pinned.language)
         self._tools: list[dict[str, Any]] = []
         self._in_reasoning = False
+        self._either = False
+        """Whether the answer is either calls or a text of some form."""
         self.num_choices = 1
         self.requests: list[EngineRequest] = []
         self.fields = {
@@ -175,7 +178,12 @@ class Turn:
     def _parser(self) -> ChatParser | HarmonyParser:
         tool_format, tools = self._dialect.tool_format, self._tools
         if tool_format == "harmony":
-            return HarmonyParser(reads_calls=bool(tools))
+            return HarmonyParser(bool(tools), self._either)
+        if self._either and tool_format is not None:
+            begins = begins_of_calls(tools, tool_format)
+            return EitherParser(
+                tool_format, self._dialect.reasoning, self._in_reasoning, schemas_of(tools), begins
+            )
         tool_format, schemas = (tool_format, schemas_of(tools)) if tools else (None, {})
         return ChatParser(tool_format, self._dialect.reasoning, self._in_reasoning, schemas)
 
@@ -196,23 +204,24 @@ class Turn:
         return [tool.to_template() for tool in body.tools]
 
     def _form(self) -> StructuredOutputs | None:
-        """The form that the answer must have: the client's, or one that makes it call tools, which
-        leaves no text that the client's could bind."""
+        """The form that the answer must have: the client's, either that or calls of tools, or calls
+        alone, which leave no text that the client's could bind."""
         form, name = self._body.form()
+        self.fields["structured_outputs"] = name
         if not self._tools:
-            self.fields["structured_outputs"] = name
             return form
-        choice = self._body.tool_choice
+        choice, tool_format = self._body.tool_choice, self._dialect.tool_format
+        assert tool_format is not None
+        one_call = self._body.parallel_tool_calls is False
         if choice in (None, "auto"):
-            if form is not None:
-                raise InvalidRequest(
-                    f"{name} and tools need a tool_choice that is not 'auto'", name
-                )
-            return None
+            if form is None:
+                return None
+            self.fields["structured_outputs.around"] = "tools"
+            self._either = True
+            return calls_or(form, self._tools, tool_format, one_call)
         self.fields["structured_outputs"] = "tools"
-        assert self._dialect.tool_format is not None
         named = choice.function.name if isinstance(choice, NamedTool) else None
-        return tools_schema(self._tools, self._dialect.tool_format, named)
+        return tools_schema(self._tools, tool_format, named, one_call)
 
     def _thinking_first(self, params: SamplingParams, prompt_ids: list[int]) -> SamplingParams:
         """The parameters, whose form binds only after the reasoning if there is any to come."""

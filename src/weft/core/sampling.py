@@ -35,6 +35,12 @@ class StructuredOutputs:
     """EBNF; its root rule is `root`."""
     structural_tag: str | None = None
     """xgrammar's structural tag, as JSON text: free text with constrained parts."""
+    around: str | None = None
+    """What the output may be beside or around the form: xgrammar's structural tag, as JSON text,
+    with `{"type": "form"}` in the place of the form."""
+    never_first: tuple[str, ...] = ()
+    """With `around`: texts that the form must not allow at its beginning, as they would be taken
+    for what is beside it."""
     begin_after_token: int | None = None
     """The token that ends the reasoning: the form holds from the token after it on."""
     reasoning_token: int | None = None
@@ -43,6 +49,7 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choice", _several(self.choice))
+        object.__setattr__(self, "never_first", tuple(self.never_first))
         names = ("json", "regex", "grammar", "structural_tag")
         texts = [(name, text) for name in names if (text := getattr(self, name)) is not None]
         for name, text in (*texts, *(("choice", each) for each in self.choice)):

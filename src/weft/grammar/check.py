@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from weft.core.sampling import StructuredOutputs
-from weft.grammar.regex import check_repeats, refusal
+from weft.grammar.regex import check_repeats, naming_around, refusal
 
 MAX_BYTES = 64 * 1024
 """The most bytes that the texts of one form may have together."""
@@ -24,17 +24,25 @@ def check_form(form: StructuredOutputs) -> None:
     if len(form.choice) > MAX_CHOICES:
         raise refusal(f"more than {MAX_CHOICES} choices")
     texts = [form.json, form.regex, form.grammar, form.structural_tag, *form.choice]
+    _check_size(texts)
+    if form.regex is not None:
+        check_repeats(form.regex)
+    for text in (form.json, form.structural_tag):
+        if text is not None:
+            parse(text)
+    if form.around is not None:
+        with naming_around():
+            _check_size([*texts, form.around])
+            parse(form.around)
+
+
+def _check_size(texts: list[str | None]) -> None:
     try:
         num_bytes = sum(len(text.encode()) for text in texts if text)
     except UnicodeEncodeError as error:
         raise refusal(f"no text: {error}") from None
     if num_bytes > MAX_BYTES:
         raise refusal(f"more than {MAX_BYTES} bytes")
-    if form.regex is not None:
-        check_repeats(form.regex)
-    for text in (form.json, form.structural_tag):
-        if text is not None:
-            parse(text)
 
 
 def parse(text: str) -> Any:

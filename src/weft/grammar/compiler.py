@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from weft.core.errors import WeftError
 from weft.core.sampling import StructuredOutputs
 from weft.grammar.check import parse
 from weft.grammar.matcher import GrammarMatcher
-from weft.grammar.regex import enforceable_regex, refusal
+from weft.grammar.regex import enforceable_regex, naming_around, refusal
 from weft.grammar.schema import enforceable
 from weft.grammar.vocabulary import Vocabulary
 
@@ -29,6 +30,8 @@ _CHARACTER = (
 _BYTE = re.compile(r"(\\\\)|\\x([0-9a-f]{2})")
 """A character that xgrammar writes by two digits, or an escaped backslash. It reads more digits
 where more follow: \\xdfe as one character, and not as "ße"."""
+
+_INSTEAD = "give a tool_choice that is not 'auto'"
 
 
 def refusal_of(error: Exception) -> WeftError:
@@ -77,13 +80,17 @@ class Compiler:
     def compile(self, form: StructuredOutputs) -> Any:
         """Compile a form, regardless of where in an output it begins. Raises InvalidRequest, which
         says in one line what is wrong."""
-        try:
-            compiled = self._compile(form)
-        except Exception as error:  # of the many kinds that xgrammar raises
-            raise refusal_of(error) from error
-        if not self._allows_anything(compiled):
-            raise refusal("no output has this form")
-        return compiled
+        compiled = self._compile_whole(replace(form, around=None))
+        if form.around is None:
+            return compiled
+        if form.structural_tag is not None:
+            raise refusal(f"a structural tag can't be told apart from calls of tools; {_INSTEAD}")
+        for text in form.never_first:
+            if self._may_begin(compiled, text):
+                message = f"a text of this form may begin with {text!r}, as a call of a tool does"
+                raise refusal(f"{message}; {_INSTEAD}")
+        with naming_around():
+            return self._compile_whole(form)
 
     def revive(self, text: str) -> Any:
         """Read a compiled form that another process has written as text."""
@@ -112,7 +119,27 @@ class Compiler:
         self._xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(words)
         return bool(words.any())
 
+    def _may_begin(self, compiled: Any, text: str) -> bool:
+        """Whether an output may begin with a text, or with the special token of that name."""
+        token_id = self.vocabulary.id_of_special.get(text)
+        matcher = self._xgrammar.GrammarMatcher(compiled)
+        if token_id is not None and matcher.accept_token(token_id):
+            return True
+        return bool(self._xgrammar.GrammarMatcher(compiled).accept_string(text))
+
+    def _compile_whole(self, spec: StructuredOutputs) -> Any:
+        try:
+            compiled = self._compile(spec)
+        except Exception as error:  # of the many kinds that xgrammar raises
+            raise refusal_of(error) from error
+        if not self._allows_anything(compiled):
+            raise refusal("no output has this form")
+        return compiled
+
     def _compile(self, spec: StructuredOutputs) -> Any:
+        if spec.around is not None:
+            tag = self._tag(parse(spec.around), _as_part(spec))
+            return self._compiler.compile_structural_tag(json.dumps(tag))
         if spec.json is not None:
             return self._compiler.compile_grammar(self._json_grammar(parse(spec.json)))
         if spec.json_object:
@@ -124,8 +151,7 @@ class Compiler:
         if spec.structural_tag is not None:
             tag = parse(spec.structural_tag)
         else:
-            choices = [{"type": "const_string", "value": choice} for choice in spec.choice]
-            tag = {"type": "structural_tag", "format": {"type": "or", "elements": choices}}
+            tag = {"type": "structural_tag", "format": _as_part(spec)}
         return self._compiler.compile_structural_tag(json.dumps(self._tag(tag)))
 
     def _json_grammar(self, schema: object) -> str:
@@ -139,13 +165,16 @@ class Compiler:
         rules = rules.replace(_UNBOUNDED, r"[^\0-\x1f\"\\\uD800-\uDFFF]")
         return f"{rules.replace(_BOUNDED, 'character')}\n{_CHARACTER}"
 
-    def _tag(self, tag: Any) -> Any:
-        """A structural tag, or a part of one, with its schemas made enforceable."""
+    def _tag(self, tag: Any, form: Any = None) -> Any:
+        """A structural tag, or a part of one, with its schemas made enforceable, and with `form` in
+        its place."""
         if isinstance(tag, list):
-            return [self._tag(part) for part in tag]
+            return [self._tag(part, form) for part in tag]
         if not isinstance(tag, dict):
             return tag
         kind = tag.get("type")
+        if kind == "form" and form is not None:
+            return self._tag(form)
         if kind == "json_schema":
             for key in sorted(tag.keys() - {"type", "json_schema"}):
                 if (key, tag[key]) != ("style", "json"):
@@ -157,10 +186,24 @@ class Compiler:
             return {**tag, "token": self._token_id(tag["token"])}
         if kind == "qwen_xml_parameter":
             raise refusal("'qwen_xml_parameter' in a structural tag is not supported")
-        return {key: self._tag(value) for key, value in tag.items()}
+        return {key: self._tag(value, form) for key, value in tag.items()}
 
     def _token_id(self, name: str) -> int:
         token_id = self.vocabulary.id_of_special.get(name)
         if token_id is None:
             raise refusal(f"the tokenizer has no special token {name[:80]!r}")
         return token_id
+
+
+def _as_part(spec: StructuredOutputs) -> dict[str, Any]:
+    """A form as a part of a structural tag."""
+    if spec.json is not None:
+        return {"type": "json_schema", "json_schema": parse(spec.json)}
+    if spec.json_object:
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    if spec.regex is not None:
+        return {"type": "regex", "pattern": spec.regex}
+    if spec.grammar is not None:
+        return {"type": "grammar", "grammar": spec.grammar}
+    choices = [{"type": "const_string", "value": choice} for choice in spec.choice]
+    return {"type": "or", "elements": choices}

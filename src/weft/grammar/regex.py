@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 from weft.core.errors import InvalidRequest
 
 FIELD = "structured_outputs"
+AROUND = "structured_outputs.around"
+"""What a refusal names if the form itself is not to blame."""
 
 MAX_REPEATS = 1000
 """How many repetitions a regular expression may have: the time that they take to be compiled, and
@@ -59,7 +63,16 @@ _NEEDLESS_ESCAPE = re.compile(r"\\[ !\"#%&',:;<=>@_`~]")
 
 
 def refusal(reason: str) -> InvalidRequest:
-    return InvalidRequest(f"structured_outputs: {reason}", FIELD)
+    return InvalidRequest(f"{FIELD}: {reason}", FIELD)
+
+
+@contextmanager
+def naming_around() -> Iterator[None]:
+    """Inside this context, refusals are of what is around a form."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(AROUND + error.message.removeprefix(FIELD), AROUND) from error
 
 
 def check_repeats(pattern: str) -> None:

@@ -30,8 +30,10 @@ class HarmonyParser:
     out.
     """
 
-    def __init__(self, reads_calls: bool) -> None:
+    def __init__(self, reads_calls: bool, either: bool = False) -> None:
+        """`either`: the answer is either calls or a text, so that nothing follows a text."""
         self._reads_calls = reads_calls
+        self._either = either
         self._text = ""
         self._in_header = True
         self._needs_mark = True
@@ -95,14 +97,15 @@ class HarmonyParser:
         return not (final and text) and any(begin.startswith(text) for begin in _HEADER_BEGINS)
 
     def _body(self, piece: Piece, final: bool) -> bool:
-        ends = [(at, end) for end in _ENDS if (at := self._text.find(end)) >= 0]
+        marks = () if self._either and self._field == "content" else _ENDS
+        ends = [(at, end) for end in marks if (at := self._text.find(end)) >= 0]
         if ends:
             at, end = min(ends)
             self._give(piece, self._text[:at])
             self._text = self._text[at + len(end) :]
             self._in_header, self._needs_mark = True, end != _START
             return True
-        num_held = 0 if final else max(held(self._text, end) for end in _ENDS)
+        num_held = 0 if final else max((held(self._text, end) for end in marks), default=0)
         num_given = len(self._text) - num_held
         self._give(piece, self._text[:num_given])
         self._text = self._text[num_given:]

@@ -117,29 +117,39 @@ def detect_tool_format(chat_template: str) -> str | None:
     return None
 
 
-def tools_schema(tools: list[dict[str, Any]], format: str, name: str | None) -> StructuredOutputs:
-    """The form that makes the model call one of `tools` (OpenAI's form), or the one named `name`.
+def tools_schema(
+    tools: list[dict[str, Any]], format: str, name: str | None, one_call: bool = False
+) -> StructuredOutputs:
+    """The form that makes the model call some of `tools` (OpenAI's form), or once the one named
+    `name`; with `one_call` one of them once.
 
     The arguments satisfy the function's own schema, and the format's parser reads the whole call.
     Raises InvalidRequest for a name that no tool has, for a tool without a function, and for
     a schema that calls of this format can't be held to.
     """
+    return StructuredOutputs(structural_tag=as_tag(calls_part(tools, format, name, one_call)))
+
+
+def calls_part(
+    tools: list[dict[str, Any]], format: str, name: str | None, one_call: bool
+) -> dict[str, Any]:
+    """The calls of `tools_schema` as a part of a structural tag of xgrammar's."""
     functions = [_function(tool) for tool in tools]
     chosen = [f for f in functions if name is None or f["name"] == name]
     if not chosen:
         raise InvalidRequest(f"tool_choice names {name!r}, which is not among the tools", "tools")
     style, room = TOOL_FORMATS[format], _Room()
     if format == "harmony":
-        return _as_form({"type": "or", "elements": [_harmony_call(f) for f in chosen]})
+        return {"type": "or", "elements": [_harmony_call(f) for f in chosen]}
     if style.syntax in ("gemma", "named"):
         write = _gemma_call if style.syntax == "gemma" else _named_call
-        return _as_form({"type": "or", "elements": [write(style, f, room) for f in chosen]})
+        return {"type": "or", "elements": [write(style, f, room) for f in chosen]}
     calls: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": [_call(style, function, room) for function in chosen],
         "separator": f"{style.separator} " if style.separator else "\n",
         "at_least_one": True,
-        "stop_after_first": name is not None,
+        "stop_after_first": one_call or name is not None,
     }
     if style.lists:
         calls = {**calls, "separator": ", "}
@@ -147,12 +157,12 @@ def tools_schema(tools: list[dict[str, Any]], format: str, name: str | None) -> 
         calls = _sequence(*elements, *([_token(style.end)] if style.end else []))
     elif style.syntax == "python":
         calls = _sequence(_text(style.begin), calls, _text(style.end))
-    return _as_form(calls)
+    return calls
 
 
-def _as_form(calls: dict[str, Any]) -> StructuredOutputs:
-    tag = {"type": "structural_tag", "format": calls}
-    return StructuredOutputs(structural_tag=json.dumps(tag, ensure_ascii=False))
+def as_tag(part: dict[str, Any]) -> str:
+    """A structural tag with this part alone, as JSON text."""
+    return json.dumps({"type": "structural_tag", "format": part}, ensure_ascii=False)
 
 
 def schemas_of(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -81,8 +81,9 @@ def tools() -> None:
 
 def forms() -> None:
     async def work(model: Any) -> None:
-        result = await Runner.run(agent(model, output_type=Paint), WORD)
-        assert isinstance(result.final_output, Paint)
+        for tools in ([], [paint]):
+            painter = agent(model, output_type=Paint, tools=tools)
+            assert isinstance((await Runner.run(painter, WORD)).final_output, Paint)
 
     each(work)
 
