@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from weft.core.errors import InvalidRequest, Overloaded
 from weft.core.tenants import Tenant, tenant_in
@@ -28,16 +29,14 @@ _RECENT_S = 30.0
 _UNKNOWN_RETRY_S, _MAX_RETRY_S = 5, 30
 
 
+@dataclass(slots=True)
 class _Open:
     """One tenant's open requests."""
 
-    __slots__ = ("ended_s", "num_open", "num_tokens")
-
-    def __init__(self) -> None:
-        self.num_open = 0
-        self.num_tokens = 0
-        self.ended_s: deque[float] = deque(maxlen=64)
-        """The times at which its last requests ended, which tell the throughput."""
+    num_open: int = 0
+    num_tokens: int = 0
+    ended_s: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    """The times at which its last requests ended, which tell the throughput."""
 
     def retry_after_s(self, needed: int) -> int:
         """The seconds until `needed` places should be free, if requests end as fast as of late."""

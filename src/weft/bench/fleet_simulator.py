@@ -82,35 +82,23 @@ class FleetReplay:
     faults: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class _Flight:
     """A request on its way through the fleet."""
 
-    __slots__ = (
-        "ask",
-        "chain",
-        "first_s",
-        "left_s",
-        "node",
-        "number",
-        "output",
-        "routed",
-        "router",
-    )
-
-    def __init__(self, number: int, ask: FleetAsk, router: int) -> None:
-        self.number = number
-        self.ask = ask
-        self.router = router
-        self.node = -1
-        """Where it is; -1 while it is nowhere."""
-        self.routed: RoutedRequest | None = None
-        self.first_s = math.inf
-        self.left_s: float | None = None
-        """When it left a node, until it gets its next token elsewhere."""
-        self.chain: Holding
-        """The keys of its blocks, until it is sent."""
-        self.output: list[int] = []
-        """What it had got when it was sent last."""
+    number: int
+    ask: FleetAsk
+    router: int
+    node: int = -1
+    """Where it is; -1 while it is nowhere."""
+    routed: RoutedRequest | None = None
+    first_s: float = math.inf
+    left_s: float | None = None
+    """When it left a node, until it gets its next token elsewhere."""
+    chain: Holding = field(init=False)
+    """The keys of its blocks, until it is sent."""
+    output: list[int] = field(default_factory=list)
+    """What it had got when it was sent last."""
 
     def request(self) -> EngineRequest:
         return request_of(self.number, self.ask, self.output)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from weft.core.adapters import AdapterInfo, AdapterSource
@@ -260,14 +261,12 @@ class _Reader(Protocol):
     def put(self, item: TokenEvent | WeftError) -> None: ...
 
 
+@dataclass(slots=True)
 class _Follower:
     """A reader that passes events on at once."""
 
-    __slots__ = ("put", "request")
-
-    def __init__(self, request: EngineRequest, put: Put) -> None:
-        self.request = request
-        self.put = put
+    request: EngineRequest
+    put: Put
 
 
 class _Stream:

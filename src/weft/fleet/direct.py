@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 import torch
@@ -25,14 +26,12 @@ from weft.engine.serve import WAIT_S
 from weft.worker.memory import give_back
 
 
+@dataclass(slots=True)
 class _Inbox:
     """What came for the requests of one `run` and was not taken yet."""
 
-    __slots__ = ("events", "num_open")
-
-    def __init__(self) -> None:
-        self.events: deque[TokenEvent] = deque()
-        self.num_open = 0
+    events: deque[TokenEvent] = field(default_factory=deque)
+    num_open: int = 0
 
 
 class DirectClient:

@@ -135,7 +135,11 @@ class Metrics:
             ["route"],
             registry=self._registry,
         )
-        self._all = Tally(_FIRST_TOKEN_S, _PER_TOKEN_S, _QUEUE_S)
+        self._all = Tally(
+            first_token_s=Histogram(_FIRST_TOKEN_S),
+            per_token_s=Histogram(_PER_TOKEN_S),
+            queue_s=Histogram(_QUEUE_S),
+        )
         """What all requests had together."""
         self._inter_token_s = Histogram(_PER_TOKEN_S)
         self._request_s = Histogram(_REQUEST_S)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
+from dataclasses import dataclass, field
 
 from weft.metrics.exposition import Bounds, Histogram
 
@@ -47,33 +48,18 @@ _PER_TOKEN_S = Bounds(0.01, 0.02, 0.05, 0.1, 0.25)
 _QUEUE_S = Bounds(0.01, 0.1, 1.0, 10.0)
 
 
+@dataclass(slots=True, eq=False)
 class Tally:
     """The counts of one label's series."""
 
-    __slots__ = (
-        "evictions",
-        "finished",
-        "first_token_s",
-        "output_tokens",
-        "per_token_s",
-        "prompt_tokens",
-        "queue_s",
-    )
-
-    def __init__(
-        self,
-        first_token_s: Bounds = _FIRST_TOKEN_S,
-        per_token_s: Bounds = _PER_TOKEN_S,
-        queue_s: Bounds = _QUEUE_S,
-    ) -> None:
-        self.prompt_tokens = 0
-        self.output_tokens = 0
-        self.evictions = 0
-        self.finished: Counter[str] = Counter()
-        """Requests by finish reason."""
-        self.first_token_s = Histogram(first_token_s)
-        self.per_token_s = Histogram(per_token_s)
-        self.queue_s = Histogram(queue_s)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    evictions: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    """Requests by finish reason."""
+    first_token_s: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN_S))
+    per_token_s: Histogram = field(default_factory=lambda: Histogram(_PER_TOKEN_S))
+    queue_s: Histogram = field(default_factory=lambda: Histogram(_QUEUE_S))
 
 
 class Tallies:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, Protocol, TypeVar
 
@@ -36,21 +37,19 @@ MAX_IDLE = 1000
 """The most tenants without requests whose counters are kept."""
 
 
+@dataclass(slots=True, eq=False)
 class Account:
     """A tenant's open requests, and the service that it has had."""
 
-    __slots__ = ("counter", "max_seats", "name", "num_open", "num_waiting", "weight")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.weight = 1.0
-        self.max_seats: int | None = None
-        """How many of its requests may run at a time; None: any number."""
-        self.counter = 0.0
-        """Service divided by weight; only the differences between tenants have a meaning."""
-        self.num_open = 0
-        """Requests that wait or run."""
-        self.num_waiting = 0
+    name: str
+    weight: float = 1.0
+    max_seats: int | None = None
+    """How many of its requests may run at a time; None: any number."""
+    counter: float = 0.0
+    """Service divided by weight; only the differences between tenants have a meaning."""
+    num_open: int = 0
+    """Requests that wait or run."""
+    num_waiting: int = 0
 
     @property
     def num_seats(self) -> int:
@@ -82,18 +81,16 @@ class Waiter(Protocol):
 T = TypeVar("T", bound=Waiter)
 
 
+@dataclass(slots=True, eq=False)
 class _Lane(Generic[T]):
-    __slots__ = ("account", "at", "digest", "entered", "items", "orders")
-
-    def __init__(self, account: Account, digest: str | None) -> None:
-        self.account = account
-        self.digest = digest
-        self.orders: list[int] = []
-        self.items: dict[int, T] = {}
-        self.at = 0
-        """How many of its first requests the current walk has passed over."""
-        self.entered = -1
-        """The order in its valid entry of the heap; entries with another order are void."""
+    account: Account
+    digest: str | None
+    orders: list[int] = field(default_factory=list)
+    items: dict[int, T] = field(default_factory=dict)
+    at: int = 0
+    """How many of its first requests the current walk has passed over."""
+    entered: int = -1
+    """The order in its valid entry of the heap; entries with another order are void."""
 
     def __lt__(self, other: _Lane[T]) -> bool:
         """The heap compares lanes only if one is empty and void, so any order will do."""

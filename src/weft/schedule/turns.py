@@ -23,21 +23,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from weft.schedule.queue import Account
 from weft.schedule.sequence import AdapterUse, Sequence
 from weft.schedule.slots import AdapterSlots, Load
 
 
+@dataclass(slots=True)
 class _Wait:
     """How long an adapter's requests have been passed over because it was not available."""
 
-    __slots__ = ("earlier_s", "since")
-
-    def __init__(self) -> None:
-        self.since: float | None = None
-        """Since when they are passed over; None while they are not."""
-        self.earlier_s = 0.0
+    since: float | None = None
+    """Since when they are passed over; None while they are not."""
+    earlier_s: float = 0.0
 
     def seconds(self, now: float) -> float:
         return self.earlier_s if self.since is None else self.earlier_s + now - self.since
