@@ -94,8 +94,6 @@ class Engine:
                 self._grammars.set_tenants(tenants)
             case GetStats(call_id):
                 return Reply(call_id, stats=self.stats())
-            case _:
-                pass
         return None
 
     def submit(self, request: EngineRequest) -> TokenEvent | None:
