@@ -55,6 +55,13 @@ class EngineRequest:
     """Whether its reader needs tokens only when the answer is complete. Then many may be sent at a
     time, which costs less."""
 
+    @property
+    def digests(self) -> list[str]:
+        """The content that the request needs."""
+        if self.parts:
+            return [part.ref.digest for part in self.parts]
+        return [self.adapter.digest] if self.adapter else []
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

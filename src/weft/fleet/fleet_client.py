@@ -46,7 +46,6 @@ from weft.fleet.live import (
     ResumeTurn,
     add_to_output,
     described,
-    digests_of,
     holders_of,
     kind_of,
     passed_on,
@@ -259,7 +258,7 @@ class FleetClient:
             live.num_lost += 1
         elif event.error and event.error[0] == AdapterUnavailable.kind:
             live.why = f"node {node.name} has not got its adapter"
-            node.held.difference_update(digests_of(live.request))
+            node.held.difference_update(live.request.digests)
             live.num_refused += 1
             if live.num_refused > MAX_REFUSED:
                 return False
@@ -314,7 +313,7 @@ class FleetClient:
                 self.router.view.set_dead(routed.node)
                 continue
             try:
-                if missing := [d for d in digests_of(live.request) if d not in node.held]:
+                if missing := [d for d in live.request.digests if d not in node.held]:
                     await self.adapters.bring(node, missing)
             except EngineDead:
                 self.router.view.set_dead(node.name)

@@ -241,13 +241,6 @@ def routed_request(
     )
 
 
-def digests_of(request: EngineRequest) -> list[str]:
-    """The content that a request needs."""
-    if request.parts:
-        return [part.ref.digest for part in request.parts]
-    return [request.adapter.digest] if request.adapter else []
-
-
 def kind_of(info: EngineInfo) -> str:
     """What must be the same for all engines of a fleet, in words."""
     shape = f"{info.num_parameters} parameters, {info.vocab_size} tokens"

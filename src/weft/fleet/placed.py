@@ -19,7 +19,7 @@ from weft.core.errors import AdapterUnavailable, EngineDead, WeftError
 from weft.core.load import adapter_key
 from weft.core.requests import EngineRequest
 from weft.fleet.consolidate import Placement
-from weft.fleet.live import Live, digests_of, too_short
+from weft.fleet.live import Live, too_short
 from weft.fleet.view import FleetView
 from weft.registry.labels import NODES, NodePin
 
@@ -227,7 +227,7 @@ class PlacedAdapters:
 
     def avoided(self, live: Live, nodes: Mapping[str, Node]) -> frozenset[str]:
         """The names of nodes that may not, or can't, serve a request now."""
-        digests = digests_of(live.request) if self.pins else ()
+        digests = live.request.digests if self.pins else ()
         barred = self._barred(digests, nodes.values())
         return live.shunned | live.lacking | barred | too_short(live, nodes, self.longest)
 
@@ -236,7 +236,7 @@ class PlacedAdapters:
         that is there has room for it."""
         if nodes and too_short(live, nodes, self.longest) == nodes.keys():
             return EngineDead("the nodes of the fleet that are there have no room for the request")
-        for digest in digests_of(live.request) if self.pins else ():
+        for digest in live.request.digests if self.pins else ():
             pin = self.pins.get(digest)
             if pin is None or not pin.bond:
                 continue
@@ -246,7 +246,7 @@ class PlacedAdapters:
 
     def shown_pins(self, request: EngineRequest) -> str:
         """The labels of a request's adapters that say where they are kept."""
-        digests = digests_of(request) if self.pins else ()
+        digests = request.digests if self.pins else ()
         return " ".join(str(self.pins[digest]) for digest in digests if digest in self.pins)
 
     def describe_pins(self, nodes: Mapping[str, Node]) -> list[dict[str, object]]:

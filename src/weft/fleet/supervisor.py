@@ -141,11 +141,8 @@ class Supervisor:
     def _refusal(self, request: EngineRequest) -> WeftError | None:
         if self._down is not None:
             return EngineDead(self._down)
-        needed = [part.ref for part in request.parts]
-        if request.adapter is not None and not needed:
-            needed = [request.adapter]
-        for ref in needed:
-            wanted = self._wanted.get(ref.digest)
+        for digest in request.digests:
+            wanted = self._wanted.get(digest)
             if wanted is not None and wanted.lost is not None:
                 return wanted.lost
         return None
