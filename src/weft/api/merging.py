@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing
 from typing import TypeVar
 
+from weft.core.duty import end_tasks
+
 T = TypeVar("T")
 
 
@@ -39,6 +41,4 @@ async def merged(
                 else:
                     yield item
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)

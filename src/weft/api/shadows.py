@@ -14,6 +14,7 @@ from itertools import takewhile
 
 from weft.api.admission import Admission
 from weft.core.adapters import AdapterRef
+from weft.core.duty import end_tasks
 from weft.core.errors import WeftError
 from weft.core.messages import EngineClient
 from weft.core.requests import EngineRequest
@@ -85,9 +86,7 @@ class Shadows:
         task.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await end_tasks(self._running)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         name = self._running.pop(task)

@@ -1,10 +1,12 @@
-"""Lets work that a process repeats continue after an unexpected error."""
+"""Work that a process does again and again: going on after errors, and ending it."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -17,3 +19,11 @@ def going_on(trouble: str) -> Iterator[None]:
         yield
     except Exception:
         logger.exception("%s", trouble)
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks, and wait until they have ended, however they do."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)

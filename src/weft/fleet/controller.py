@@ -16,7 +16,7 @@ import logging
 from http.client import HTTPException
 from urllib.request import Request, urlopen
 
-from weft.core.duty import going_on
+from weft.core.duty import end_tasks, going_on
 from weft.fleet.consolidate import TARGET, Consolidator, loads_of
 from weft.fleet.fleet_client import FleetClient
 
@@ -50,9 +50,7 @@ class Controller:
         self._tasks = [asyncio.create_task(each) for each in work]
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     @property
     def _decides(self) -> bool:

@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from weft.core.adapters import AdapterInfo, AdapterSource
+from weft.core.duty import end_tasks
 from weft.core.errors import (
     AdapterError,
     AdapterUnavailable,
@@ -408,9 +409,7 @@ class FleetClient:
 
     async def close(self) -> None:
         self._closing = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         if self.own is not None:
             await self.own.close()
         for helper in self.helpers:

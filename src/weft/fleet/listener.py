@@ -21,7 +21,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from weft.core.adapters import AdapterSource
-from weft.core.duty import going_on
+from weft.core.duty import end_tasks, going_on
 from weft.core.errors import ConfigError, EngineDead, WeftError, to_wire
 from weft.core.messages import (
     Abort,
@@ -174,9 +174,7 @@ class NodeListener:
                 self._drop(session)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         self.gone(EngineDead("the node was stopped", killed=True))
         self._socket.close()
         self._guard.stop()

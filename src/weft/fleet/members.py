@@ -13,7 +13,7 @@ from pathlib import Path
 
 import zmq.asyncio
 
-from weft.core.duty import going_on
+from weft.core.duty import end_tasks, going_on
 from weft.core.errors import ConfigError, EngineDead, WeftError
 from weft.fleet.client import LinkClient
 from weft.fleet.curve import FleetKey
@@ -86,10 +86,7 @@ class Members:
 
     async def close(self) -> None:
         self._closing = True
-        tasks = [*self._tasks, *self._followed.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks([*self._tasks, *self._followed.values()])
         await asyncio.to_thread(self._context.term)
 
     async def _tick(self) -> None:

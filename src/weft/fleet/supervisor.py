@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.config import EngineArgs
-from weft.core.duty import going_on
+from weft.core.duty import end_tasks, going_on
 from weft.core.errors import AdapterUnavailable, EngineDead, RequestRefused, WeftError, to_wire
 from weft.core.load import EngineLoad
 from weft.core.requests import EngineRequest, TokenEvent, error_event
@@ -182,8 +182,7 @@ class Supervisor:
 
     async def close(self) -> None:
         self._down = "the engine was stopped"
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks([self._task])
         await self._engine.close()
 
     def _pulsed(self) -> None:

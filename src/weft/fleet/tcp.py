@@ -23,6 +23,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from weft.core.duty import end_tasks
 from weft.core.errors import ConfigError, EngineDead
 from weft.core.messages import Command, Started, Submit
 from weft.fleet.client import LinkClient
@@ -115,10 +116,8 @@ class TcpLink:
             self._put(Beat())
 
     async def join(self, timeout_s: float) -> None:
-        for task in self._tasks:
-            task.cancel()
         try:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end_tasks(self._tasks)
         finally:  # a socket that stays open would hold up the end of its context for ever
             self._close()
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
+from weft.core.duty import end_tasks
 from weft.core.errors import (
     AdapterError,
     AdapterUnavailable,
@@ -110,10 +111,7 @@ class Follower:
 
     async def close(self) -> None:
         """Stop following. Loaded versions stay until the engine ends."""
-        tasks = [*self._loading.values(), *self._leaving.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks([*self._loading.values(), *self._leaving.values()])
         await self.reports.close()
         await asyncio.to_thread(self.shared.close)
 

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 
 from weft.checkpoint.heads import read_head
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource, ClassHead
+from weft.core.duty import end_tasks
 from weft.core.errors import AdapterUnavailable, EngineDead, WeftError
 from weft.core.folders import Folder, read_aside
 from weft.core.interrupts import interrupts_later
@@ -86,10 +87,7 @@ class LoopExecutor:
 
     async def close(self) -> None:
         """Cancel what has not ended yet."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
-from weft.core.duty import going_on
+from weft.core.duty import end_tasks, going_on
 from weft.core.errors import RegistryUnavailable, RequestTimeout
 from weft.registry.stores import Store
 from weft.registry.sweep import LEASE_S, ReplicaLease, running_leases
@@ -69,8 +69,7 @@ class Reports:
     async def close(self) -> None:
         """Stop reporting, and end the lease, so that nobody waits for this server any more."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks([self._task])
             with suppress(RegistryUnavailable):
                 await asyncio.to_thread(self._lease.end)
 
