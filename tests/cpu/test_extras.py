@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from lora_pools import batch_of
 from tables import build_table
 from torch import Tensor
 
 from weft.core.targets import Extras, ImageLayout, TargetTable, layout_of
-from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment, make_backend
+from weft.kernels.lora import AdapterPool, LoraStep, make_backend
 from weft.kernels.lora.extras import has_extras, norms_of, with_extras
 
 VOCAB, HIDDEN, INNER = 23, 16, 24
@@ -104,7 +105,7 @@ class World:
                     _put(image, ids, torch.tensor(made.ids[name], dtype=torch.int32))
 
     def step(self, backend: str, slots: list[int], sampled: list[int]) -> LoraStep:
-        batch = _batch(slots, [slots[t] for t in sampled])
+        batch = batch_of(slots, [slots[t] for t in sampled])
         return with_extras(make_backend(backend, self.pool).begin(batch), self.pool, batch)
 
     def want(self, slot: int, group: int, y_O: Tensor, x: Tensor) -> Tensor:
@@ -156,19 +157,6 @@ def _put(image: Tensor, start: int, values: Tensor) -> None:
     image[start : start + size].view(values.dtype).copy_(values.flatten())
 
 
-def _batch(slot_T: list[int], slot_N: list[int]) -> LoraBatch:
-    tensors = (torch.tensor(slots, dtype=torch.int32) for slots in (slot_T, slot_N))
-    at_T, at_N = tensors
-    return LoraBatch(at_T, _segments(slot_T), at_N, _segments(slot_N))
-
-
-def _segments(slots: list[int]) -> tuple[Segment, ...]:
-    return tuple(
-        Segment(slot, slots.index(slot), slots.index(slot) + slots.count(slot))
-        for slot in sorted({slot for slot in slots if slot >= 0})
-    )
-
-
 ALL = frozenset(range(len(TABLE.targets)))
 ROWS = Extras(embedding_rows=5, head_rows=3)
 
@@ -199,7 +187,7 @@ def test_other_steps_are_the_backend_s_own() -> None:
     """Steps without such adapters run as if there were none."""
     world = _world(torch.float32)
     backend = make_backend("torch", world.pool)
-    batch = _batch([-1, 0], [-1, 0])
+    batch = batch_of([-1, 0], [-1, 0])
     step = backend.begin(batch)
     assert with_extras(step, world.pool, batch) is step
     assert not has_extras(world.pool, [0]) and has_extras(world.pool, [0, 2])

@@ -10,6 +10,7 @@ from importlib import metadata
 
 import pytest
 import torch
+from lora_pools import batch_of, empty_pool
 from rank_threads import on_ranks
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from weft.core.shards import Shard
 from weft.core.targets import Group, Packed, TargetTable, build_table, layout_of
 from weft.kernels.collective.base import ALONE, Ranks, Solo
 from weft.kernels.linear import DenseWeight
-from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
+from weft.kernels.lora import AdapterPool, make_backend
 from weft.kernels.lora.base import LoraStep
 from weft.kernels.lora.oracle import ImageStep
 
@@ -51,27 +52,15 @@ WHOLE = table(1)
 CUT = [g.index for g in WHOLE.groups if g.packed.axis in ("column", "row")]
 
 
-def pool_of(own: TargetTable, ranks: Ranks) -> AdapterPool:
-    layouts = [layout_of(own, r) for r in RANKS]
-    total = sum(x.num_elements for x in layouts)
-    pool = AdapterPool(own, total, len(RANKS), torch.float32, torch.device("cpu"), ranks)
-    pool.arena.fill_(torch.nan)
-    start = 0
-    for slot, layout in enumerate(layouts):
-        pool.install(slot, start, layout)
-        start += layout.num_elements
-    return pool
-
-
 def whole_pool() -> AdapterPool:
-    pool, generator = pool_of(WHOLE, ALONE), torch.Generator().manual_seed(0)
+    pool, generator = empty_pool(WHOLE, RANKS), torch.Generator().manual_seed(0)
     pool.arena.normal_(std=0.2, generator=generator)
     return pool
 
 
 def share_of(whole: AdapterPool, shard: Shard, ranks: Ranks) -> AdapterPool:
     """A rank's part of all adapters."""
-    pool = pool_of(shard.own, ranks)
+    pool = empty_pool(shard.own, RANKS, share=ranks)
     for slot in range(len(RANKS)):
         for group in shard.own.groups:
             for expert in range(shard.own.copies(group.kind)):
@@ -85,12 +74,6 @@ def share_of(whole: AdapterPool, shard: Shard, ranks: Ranks) -> AdapterPool:
                 for target, b, own in zip(adapted, view.slices, mine.slices, strict=True):
                     own.b_OR.copy_(torch.cat([b.b_OR[rows] for rows in shard.b_rows(target)]))
     return pool
-
-
-def batch() -> LoraBatch:
-    slot_T = torch.tensor(SLOTS, dtype=torch.int32)
-    segments = Segment(0, 1, 3), Segment(1, 3, 5)
-    return LoraBatch(slot_T, segments, slot_T, segments)
 
 
 def inputs(group: Group, seed: int) -> Tensor:
@@ -124,7 +107,7 @@ def test_a_rank_has_its_share_of_both_halves() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_add_what_one_would(backend: str, size: int) -> None:
     whole = whole_pool()
-    alone = make_backend("reference", whole).begin(batch())
+    alone = make_backend("reference", whole).begin(batch_of(SLOTS))
     shards = [Shard(WHOLE, table(size, size), rank, size) for rank in range(size)]
     for index in CUT:
         group = WHOLE.groups[index]
@@ -137,7 +120,9 @@ def test_ranks_add_what_one_would(backend: str, size: int) -> None:
             own = x[:, shard.inputs(group.slices[0])]
             steps = make_backend(backend, pool)
             # A set of adapters that is met again has stacks of its matrices.
-            return [added(steps.begin(batch()), shard.own, group.index, own) for _ in range(3)]
+            return [
+                added(steps.begin(batch_of(SLOTS)), shard.own, group.index, own) for _ in range(3)
+            ]
 
         for found in zip(*on_ranks(size, work), strict=True):
             assert_whole(group, shards, found, want)
@@ -169,7 +154,7 @@ def test_the_check_of_one_rank_alone(own_rank: int) -> None:
     start, _ = pool.placed(1) or (0, None)
     image = pool.arena[start : start + layout.num_elements]
     oracle = ImageStep(shard.own, layout, image, 3, 3, 5, own_rank)
-    step = make_backend("torch", pool).begin(batch())
+    step = make_backend("torch", pool).begin(batch_of(SLOTS))
     for index in CUT:
         x = inputs(shard.own.groups[index], index)
         got, want = (added(s, shard.own, index, x) for s in (step, oracle))
@@ -183,7 +168,7 @@ def test_a_third_party_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(metadata, "entry_points", lambda group: [Entry()])
     with pytest.raises(ConfigError, match="theirs") as caught:
-        make_backend("theirs", pool_of(table(2, 2), ALONE))
+        make_backend("theirs", empty_pool(table(2, 2), RANKS))
     assert caught.value.param == "fully_sharded_loras"
 
 
@@ -221,7 +206,7 @@ def test_triton_kernels_through_inboxes(own_rank: int) -> None:
     mine, other = shards[own_rank], shards[1 - own_rank]
     pool = share_of(whole, mine, ranks)
     theirs = share_of(whole, other, ALONE)
-    alone = make_backend("reference", whole).begin(batch())
+    alone = make_backend("reference", whole).begin(batch_of(SLOTS))
     backend = triton.TritonBackend(pool)
     inboxes = backend.exchange.inboxes
     for index in CUT:
@@ -233,7 +218,7 @@ def test_triton_kernels_through_inboxes(own_rank: int) -> None:
         own = x[:, mine.inputs(group.slices[0])].contiguous()
         for way in ("product", "many") if group.kind == "linear" else ("many",):
             sent = post(theirs, other, index, x, inboxes, own_rank)
-            step = backend.begin(batch())
+            step = backend.begin(batch_of(SLOTS))
             if way == "many":
                 got = added(step, mine.own, index, own)
             else:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lora_pools import batch_of
 from tables import build_table
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from weft.core.config import backend_names
 from weft.core.errors import ConfigError
 from weft.core.targets import TargetTable, layout_of
 from weft.kernels.linear import DenseWeight
-from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
+from weft.kernels.lora import AdapterPool, make_backend
 
 VOCAB, HIDDEN, INNER = 23, 12, 20
 TABLE: TargetTable = build_table(
@@ -92,7 +93,7 @@ class World:
 
     def check(self, backend: lora.LoraBackend, slot_T: list[int], sampled: list[int]) -> None:
         """One step over all groups. `sampled` are the rows that go to the head."""
-        step = backend.begin(_batch(slot_T, [slot_T[t] for t in sampled]))
+        step = backend.begin(batch_of(slot_T, [slot_T[t] for t in sampled]))
         for group in TABLE.groups:
             slots = [slot_T[t] for t in sampled] if group.kind == "head" else slot_T
             call = {"linear": step.linear, "head": step.head, "embedding": step.embedding}
@@ -175,23 +176,6 @@ def _image(adapter: Adapter, dtype: torch.dtype) -> Tensor:
         for t in present:
             put(layout.b_offset[t.slice], adapter.scale * adapter.b[t.name])
     return image
-
-
-def _batch(slot_T: list[int], slot_N: list[int]) -> LoraBatch:
-    return LoraBatch(
-        torch.tensor(slot_T, dtype=torch.int32),
-        _segments(slot_T),
-        torch.tensor(slot_N, dtype=torch.int32),
-        _segments(slot_N),
-    )
-
-
-def _segments(slots: list[int]) -> tuple[Segment, ...]:
-    return tuple(
-        Segment(slot, slots.index(slot), slots.index(slot) + slots.count(slot))
-        for slot in sorted(set(slots))
-        if slot >= 0
-    )
 
 
 RANKS = st.tuples(*[st.sampled_from([0, 0, 1, 3, 4, 8])] * len(TABLE.targets)).filter(any)

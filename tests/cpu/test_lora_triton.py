@@ -18,11 +18,12 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 pytest.importorskip("triton")
 
+from lora_pools import batch_of, random_pool
 from tables import build_table
 
 import weft.kernels.lora.triton as kernels
 from weft.core.errors import ConfigError
-from weft.core.targets import TargetTable, layout_of
+from weft.core.targets import TargetTable
 from weft.kernels.lora import (
     AdapterPool,
     LoraBatch,
@@ -56,46 +57,6 @@ BLOCKS = Blocks(columns=32, shrink_programs=9, expand_programs=6)
 TUNING = kernels.Tuning(part=16, max_parts=64, row_floats=128, blocks=BLOCKS)
 
 
-def make_pool(
-    ranks: Sequence[tuple[int, ...]], dtype: torch.dtype, table: TargetTable = TABLE, seed: int = 0
-) -> AdapterPool:
-    """Random adapters in slots 0 on; what lies between matrices is NaN."""
-    layouts = [layout_of(table, r) for r in ranks]
-    device = torch.device("cpu")
-    pool = AdapterPool(table, sum(x.num_elements for x in layouts), len(ranks), dtype, device)
-    pool.arena.fill_(torch.nan)
-    generator = torch.Generator().manual_seed(seed)
-    start = 0
-    for slot, layout in enumerate(layouts):
-        pool.install(slot, start, layout)
-        start += layout.num_elements
-        for group in table.groups:
-            if view := pool.view(slot, group.index):
-                matrices = [view.a_RI, *(s.b_OR for s in view.slices)]
-                for matrix in matrices:
-                    matrix.copy_(torch.randn(matrix.shape, generator=generator))
-    return pool
-
-
-def make_batch(slots: Sequence[int], sampled: Sequence[int] | None = None) -> LoraBatch:
-    sampled = slots if sampled is None else sampled
-    return LoraBatch(
-        torch.tensor(slots, dtype=torch.int32),
-        _segments(slots),
-        torch.tensor(sampled, dtype=torch.int32),
-        _segments(sampled),
-    )
-
-
-def _segments(slots: Sequence[int]) -> tuple[Segment, ...]:
-    slots = list(slots)
-    return tuple(
-        Segment(slot, slots.index(slot), slots.index(slot) + slots.count(slot))
-        for slot in sorted(set(slots))
-        if slot >= 0
-    )
-
-
 def make_inputs(pool: AdapterPool, num_rows: int) -> dict[int, tuple[Tensor, Tensor]]:
     """(x or ids, y) by group."""
     generator = torch.Generator().manual_seed(num_rows)
@@ -118,7 +79,7 @@ def run(
     rows: slice = slice(None),
 ) -> dict[int, Tensor]:
     """What y becomes, by group, in a step of these rows."""
-    step = backend.begin(make_batch(slots))
+    step = backend.begin(batch_of(slots))
     out = {}
     for group in backend.pool.table.groups:
         x, y = inputs[group.index]
@@ -164,7 +125,7 @@ def same(a: dict[int, Tensor], b: dict[int, Tensor], rows: slice = slice(None)) 
 @pytest.mark.parametrize("dtype", list(UNITS), ids=["fp32", "bf16", "fp16"])
 def test_mixed_ranks_and_odd_widths(dtype: torch.dtype) -> None:
     """In 16 bits only the rounding differs: fewer rows show it."""
-    pool = make_pool(RANKS, dtype)
+    pool = random_pool(TABLE, RANKS, dtype)
     slots = [-1, -1, 0, 1, 1, 2, 3] if dtype is torch.float32 else [-1, 0, 2]
     inputs = make_inputs(pool, len(slots))
     check(pool, slots, inputs, run(kernels.TritonBackend(pool, TUNING), slots, inputs))
@@ -172,7 +133,7 @@ def test_mixed_ranks_and_odd_widths(dtype: torch.dtype) -> None:
 
 def test_a_row_does_not_see_the_others() -> None:
     """Alone, among others, in a segment of several tiles: the same bits."""
-    pool = make_pool(RANKS, torch.float32)
+    pool = random_pool(TABLE, RANKS)
     slots = [-1, *[0] * 17, 1, 3]
     inputs = make_inputs(pool, len(slots))
     backend = kernels.TritonBackend(pool, TUNING)
@@ -185,7 +146,7 @@ def test_a_row_does_not_see_the_others() -> None:
 
 
 def test_sizes_of_blocks_change_nothing() -> None:
-    pool = make_pool(RANKS, torch.float32)
+    pool = random_pool(TABLE, RANKS)
     slots = [0, 0, 2, 3]
     inputs = make_inputs(pool, len(slots))
     other = Blocks(columns=64, shrink_programs=1, expand_programs=1)
@@ -197,7 +158,7 @@ def test_sizes_of_blocks_change_nothing() -> None:
 def test_tiles_of_an_adapter_that_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment of more tiles than are taken together, which begins behind others, and some that
     are shorter."""
-    pool = make_pool(RANKS, torch.float32)
+    pool = random_pool(TABLE, RANKS)
     slots = [-1, *[0] * 3, *[1] * 150, *[2] * 70, *[3] * 17]
     inputs = make_inputs(pool, len(slots))
     backend = kernels.TritonBackend(pool, TUNING)
@@ -210,7 +171,7 @@ def test_tiles_of_an_adapter_that_are_computed_together(monkeypatch: pytest.Monk
 def test_ranks_up_to_the_largest() -> None:
     table = build_table([("linear", 70, [("q", 16), ("k", 5), ("v", 3)])])
     ranks = [(256, 256, 256), (255, 0, 1), (64, 128, 200)]
-    pool = make_pool(ranks, torch.float32, table)
+    pool = random_pool(table, ranks)
     slots = [-1, 0, 1, 2, 2]
     inputs = make_inputs(pool, len(slots))
     blocks = Blocks(columns=16, shrink_programs=2)
@@ -220,12 +181,12 @@ def test_ranks_up_to_the_largest() -> None:
 
 def test_tables_are_read_at_each_step() -> None:
     """A step made before a slot got other content, or before `begin` laid out another mix."""
-    pool = make_pool(RANKS, torch.float32)
+    pool = random_pool(TABLE, RANKS)
     backend = kernels.TritonBackend(pool, TUNING)
-    step = backend.begin(make_batch([-1, -1, 0]))
+    step = backend.begin(batch_of([-1, -1, 0]))
     inputs = make_inputs(pool, 3)
     slots = [1, 3, 3]
-    backend.begin(make_batch(slots))
+    backend.begin(batch_of(slots))
     x, y = inputs[1]
     y = y.clone()
     step.linear(y, x, 1)  # as a graph does: the launches of the earlier step
@@ -233,7 +194,7 @@ def test_tables_are_read_at_each_step() -> None:
 
 
 def test_more_rows_than_reserved() -> None:
-    pool = make_pool(RANKS, torch.float32)
+    pool = random_pool(TABLE, RANKS)
     backend = kernels.TritonBackend(pool, TUNING)
     slots = [-1, *[0] * (kernels.MOST_ROWS // 2), 2, *[3] * kernels.MOST_ROWS]
     inputs = make_inputs(pool, len(slots))
@@ -241,25 +202,25 @@ def test_more_rows_than_reserved() -> None:
 
 
 def test_no_sampled_rows_of_adapters() -> None:
-    pool = make_pool(RANKS, torch.float32)
+    pool = random_pool(TABLE, RANKS)
     backend = kernels.TritonBackend(pool, TUNING)
     for sampled in ([], [-1, -1]):
         y = torch.randn(len(sampled), VOCAB)
         before = y.clone()
-        backend.begin(make_batch([-1, 0], sampled)).head(y, torch.randn(len(sampled), HIDDEN), 4)
+        backend.begin(batch_of([-1, 0], sampled)).head(y, torch.randn(len(sampled), HIDDEN), 4)
         assert torch.equal(y, before)
 
 
 def test_an_empty_slot_is_an_error() -> None:
-    pool = make_pool(RANKS, torch.float32)
+    pool = random_pool(TABLE, RANKS)
     pool.clear(2)
     backend = kernels.TritonBackend(pool, TUNING)
     with pytest.raises(LookupError, match="slot 2 holds no adapter"):
-        backend.begin(make_batch([0, 2]))
+        backend.begin(batch_of([0, 2]))
 
 
 def test_compiled_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = make_pool(RANKS, torch.float32)
+    pool = random_pool(TABLE, RANKS)
     assert isinstance(make_backend("triton", pool), kernels.TritonBackend)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(ConfigError, match="needs a GPU") as caught:

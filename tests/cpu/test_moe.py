@@ -16,6 +16,7 @@ import pytest
 import torch
 from expert_adapters import EXPERT_ADAPTERS, EXPERTS, save_single, write_adapter
 from load_image import load_image
+from lora_pools import batch_of, random_pool
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tables import build_table
@@ -27,7 +28,7 @@ from weft import LLM, SamplingParams
 from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import AdapterInvalid, ConfigError
 from weft.core.targets import ImageLayout, TargetTable, aligned, layout_of
-from weft.kernels.lora import AdapterPool, LoraBackend, LoraBatch, Segment, make_backend
+from weft.kernels.lora import AdapterPool, LoraBackend, make_backend
 from weft.llm import RequestOutput
 from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
@@ -45,25 +46,6 @@ TABLE: TargetTable = build_table(
     num_experts=NUM_EXPERTS,
 )
 RANKS = ((1, 3, 4, 0, 5), (0, 0, 0, 17, 16), (2, 8, 0, 0, 0))
-
-
-def make_pool() -> tuple[AdapterPool, list[ImageLayout]]:
-    """Random adapters of `RANKS` in slots 0 on; what lies between matrices is NaN."""
-    layouts = [layout_of(TABLE, ranks) for ranks in RANKS]
-    size = sum(layout.num_elements for layout in layouts)
-    pool = AdapterPool(TABLE, size, len(RANKS), torch.float32, torch.device("cpu"))
-    pool.arena.fill_(torch.nan)
-    generator = torch.Generator().manual_seed(0)
-    start = 0
-    for slot, layout in enumerate(layouts):
-        pool.install(slot, start, layout)
-        start += layout.num_elements
-        for group in TABLE.groups:
-            for expert in range(TABLE.copies(group.kind)):
-                if view := pool.view(slot, group.index, expert):
-                    for matrix in (view.a_RI, *(s.b_OR for s in view.slices)):
-                        matrix.copy_(torch.randn(matrix.shape, generator=generator))
-    return pool, layouts
 
 
 def matrix(pool: AdapterPool, start: int, expert: int, rows: int, columns: int) -> Tensor:
@@ -91,13 +73,6 @@ def expected_row(
     return out
 
 
-def segments(slots: list[int]) -> tuple[Segment, ...]:
-    return tuple(
-        Segment(slot, slots.index(slot), slots.index(slot) + slots.count(slot))
-        for slot in sorted(set(slots) - {-1})
-    )
-
-
 def triton_backend(pool: AdapterPool) -> LoraBackend:
     """With little to do for Triton's interpreter."""
     pytest.importorskip("triton")
@@ -116,12 +91,10 @@ def test_experts_add_what_their_adapters_say(
 ) -> None:
     """Rows of the base, then of slots 0, 1 and 2. With `first`, experts of a lower number are
     elsewhere, and add nothing."""
-    pool, layouts = make_pool()
+    pool, layouts = random_pool(TABLE, RANKS), [layout_of(TABLE, ranks) for ranks in RANKS]
     slots = [slot for slot, count in zip((-1, 0, 1, 2), counts, strict=True) for _ in range(count)]
-    slot_T = torch.tensor(slots, dtype=torch.int32)
-    each = segments(slots)
     made = triton_backend(pool) if backend == "triton" else make_backend(backend, pool)
-    step = made.begin(LoraBatch(slot_T, each, slot_T, each))
+    step = made.begin(batch_of(slots))
     generator = torch.Generator().manual_seed(1)
     scores = torch.rand((len(slots), NUM_EXPERTS - 1), generator=generator)
     routing = route(scores.topk(TOP_K).indices, NUM_EXPERTS, first)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from fp8_cases import as_fp8_weight
-from test_triton_linear import begin, make_backend
+from lora_pools import batch_of
+from test_triton_linear import make_backend
 
 from weft.bench.engine import preset_folder
 from weft.core.shards import Shard
@@ -191,10 +192,11 @@ def test_adapters_beside_a_packed_product() -> None:
     assert (group.out_features, group.in_features) == (128, 256)
     weight = pack(make_codes("int4", 128, 256, 64, F16), F16)
     x = torch.randn(3, 256).to(F16)
-    packed = begin(backend, [-1, 0, 1]).product(x, weight, None, 1)
+    packed = backend.begin(batch_of([-1, 0, 1])).product(x, weight, None, 1)
     assert packed is not None and packed.pending is not None
     added = packed.pending.add_TO.clone()
-    dense = begin(backend, [-1, 0, 1]).product(x, DenseWeight(weight.dequantized(F16)), None, 1)
+    whole = DenseWeight(weight.dequantized(F16))
+    dense = backend.begin(batch_of([-1, 0, 1])).product(x, whole, None, 1)
     assert dense is not None and dense.pending is not None
     assert torch.equal(added[1:], dense.pending.add_TO[1:])
     torch.testing.assert_close(packed.y_TO, dense.y_TO)

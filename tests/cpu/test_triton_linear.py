@@ -18,14 +18,13 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 pytest.importorskip("triton")
 
+from lora_pools import batch_of, random_pool
 from tables import build_table
 
 import weft.kernels.triton_linear as kernels
-from weft.core.targets import layout_of
 from weft.kernels.attention import KVCache, make_batch
 from weft.kernels.linear import DenseWeight
-from weft.kernels.lora import AdapterPool, LoraBatch, Segment
-from weft.kernels.lora.triton import TritonBackend, TritonStep, Tuning
+from weft.kernels.lora.triton import TritonBackend, Tuning
 from weft.kernels.ops import Ops, Pending, Product, Rope
 from weft.kernels.triton_ops import TritonOps
 from weft.kernels.tuned import Cut
@@ -45,31 +44,7 @@ CPU = torch.device("cpu")
 
 
 def make_backend(dtype: torch.dtype) -> TritonBackend:
-    """Random adapters in slots 0 on; what lies between matrices is NaN."""
-    layouts = [layout_of(TABLE, ranks) for ranks in RANKS]
-    pool = AdapterPool(TABLE, sum(x.num_elements for x in layouts), len(RANKS), dtype, CPU)
-    pool.arena.fill_(torch.nan)
-    generator = torch.Generator().manual_seed(0)
-    start = 0
-    for slot, layout in enumerate(layouts):
-        pool.install(slot, start, layout)
-        start += layout.num_elements
-        for group in TABLE.groups:
-            if view := pool.view(slot, group.index):
-                for matrix in (view.a_RI, *(s.b_OR for s in view.slices)):
-                    matrix.copy_(torch.randn(matrix.shape, generator=generator))
-    return TritonBackend(pool, Tuning(part=32, row_floats=128))
-
-
-def begin(backend: TritonBackend, slots: Sequence[int]) -> TritonStep:
-    slots = list(slots)
-    segments = tuple(
-        Segment(s, slots.index(s), slots.index(s) + slots.count(s))
-        for s in sorted(set(slots))
-        if s >= 0
-    )
-    slot_T = torch.tensor(slots, dtype=torch.int32)
-    return backend.begin(LoraBatch(slot_T, segments, slot_T, segments))
+    return TritonBackend(random_pool(TABLE, RANKS, dtype), Tuning(part=32, row_floats=128))
 
 
 def make_inputs(group: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +67,7 @@ def product(
 ) -> tuple[Tensor, Pending]:
     x, weight, bias = make_inputs(group, len(slots), backend.pool.arena.dtype)
     rows = rows or slice(None)
-    made = begin(backend, slots[rows]).product(x[rows], DenseWeight(weight), bias, group)
+    made = backend.begin(batch_of(slots[rows])).product(x[rows], DenseWeight(weight), bias, group)
     assert made is not None
     y, pending = made
     assert pending is not None
@@ -151,7 +126,7 @@ def test_delta_is_that_of_the_kernels_for_many_rows() -> None:
     for group in TABLE.groups:
         x, _, _ = make_inputs(group.index, len(slots), torch.float32)
         y = torch.zeros(len(slots), group.out_features)
-        step = begin(backend, slots)
+        step = backend.begin(batch_of(slots))
         step.linear(y, x, group.index)
         _, pending = product(backend, slots, group.index)
         assert torch.equal(pending.added_to(torch.zeros_like(y)), y)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from lora_pools import batch_of, random_pool
 from tables import build_table
 
-from weft.core.targets import layout_of
 from weft.kernels import triton_experts
 from weft.kernels.linear import DenseWeight
-from weft.kernels.lora import AdapterPool, LoraBatch, Segment, triton_many
 from weft.kernels.lora import triton as lora_kernels
+from weft.kernels.lora import triton_many
 from weft.kernels.lora.triton import TritonBackend
 from weft.kernels.ops import (
     Activation,
@@ -62,21 +62,7 @@ ROWS = pytest.mark.parametrize("slots", list(SLOTS.values()), ids=list(SLOTS))
 
 @pytest.fixture(scope="module", params=list(ROUNDING), ids=str)
 def backend(request: pytest.FixtureRequest) -> TritonBackend:
-    """Random adapters; what lies between their matrices is NaN."""
-    device, dtype = torch.device("cuda"), request.param
-    generator = torch.Generator(device).manual_seed(0)
-    layouts = [layout_of(TABLE, ranks) for ranks in RANKS]
-    pool = AdapterPool(TABLE, sum(x.num_elements for x in layouts), len(RANKS), dtype, device)
-    pool.arena.fill_(torch.nan)
-    start = 0
-    for slot, layout in enumerate(layouts):
-        pool.install(slot, start, layout)
-        start += layout.num_elements
-        for group in TABLE.groups:
-            if view := pool.view(slot, group.index):
-                for matrix in (view.a_RI, *(s.b_OR for s in view.slices)):
-                    matrix.normal_(0, 0.05, generator=generator)
-    return TritonBackend(pool)
+    return TritonBackend(random_pool(TABLE, RANKS, request.param, "cuda", std=0.05))
 
 
 def _inputs(group: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -87,23 +73,12 @@ def _inputs(group: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     return x, weight
 
 
-def _segments(slots: list[int]) -> tuple[Segment, ...]:
-    return tuple(
-        Segment(s, slots.index(s), slots.index(s) + slots.count(s))
-        for s in dict.fromkeys(slots)
-        if s >= 0
-    )
-
-
 def _product(
     backend: TritonBackend, slots: list[int], group: int, rows: slice
 ) -> tuple[Tensor, Pending]:
     """Of some rows of the batch, in which the rows of a slot lie together."""
     x, weight = _inputs(group, len(slots), backend.pool.arena.dtype)
-    there = slots[rows]
-    segments = _segments(there)
-    slot_T = torch.tensor(there, dtype=torch.int32, device="cuda")
-    step = backend.begin(LoraBatch(slot_T, segments, slot_T, segments))
+    step = backend.begin(batch_of(slots[rows], device="cuda"))
     made = step.product(x[rows], DenseWeight(weight), None, group)
     assert made is not None
     y, pending = made
@@ -189,14 +164,12 @@ def test_tiles_that_are_computed_together(
 ) -> None:
     """v of several tiles of an adapter, taken at once, is that of each tile alone, to the bit."""
     slots = [*[-1] * 5, *[0] * 90, *[1] * 17, *[2] * 150, *[3] * 64]
-    segments = _segments(slots)
-    slot_T = torch.tensor(slots, dtype=torch.int32, device="cuda")
     for group in TABLE.groups:
         x, _ = _inputs(group.index, len(slots), backend.pool.arena.dtype)
         made = []
         for together in (triton_many.TOGETHER, 1):
             monkeypatch.setattr(lora_kernels, "TOGETHER", together)
-            step = backend.begin(LoraBatch(slot_T, segments, slot_T, segments))
+            step = backend.begin(batch_of(slots, device="cuda"))
             y = torch.zeros(len(slots), group.out_features, dtype=x.dtype, device="cuda")
             step.linear(y, x, group.index)
             made.append(y)
@@ -230,9 +203,8 @@ def test_a_gated_mlp_of_many_rows(
     """Gate, up and the activation come of one kernel, and what it leaves of down."""
     dtype = backend.pool.arena.dtype
     x, weight = _inputs(2, len(slots), dtype)
-    dense, segments = DenseWeight(weight / 64), _segments(slots)
-    slot_T = torch.tensor(slots, dtype=torch.int32, device="cuda")
-    step = backend.begin(LoraBatch(slot_T, segments, slot_T, segments))
+    dense = DenseWeight(weight / 64)
+    step = backend.begin(batch_of(slots, device="cuda"))
     inner = step.gated(x, dense, None, 2, 3, activation)
     assert inner is not None
     down = torch.zeros(len(slots), 4096, dtype=dtype, device="cuda")
