@@ -7,7 +7,6 @@ in fp32 and y is rounded once, 2^-11.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +38,6 @@ from weft.models.matrices import LinearMatrices
 from weft.models.quantized.values import of_codes
 from weft.models.weights import places_of
 
-if sys.platform != "linux":
-    pytest.skip("Triton is for Linux", allow_module_level=True)
 pytest.importorskip("triton")
 
 from weft.kernels.quant import gluon_packed_many, triton_packed, triton_values

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
-if sys.platform != "linux":
-    pytest.skip("Triton is for Linux", allow_module_level=True)
 pytest.importorskip("triton")
 
 from delta_cases import NUM_STATES, make_layer, read_with_guesses, run_mixed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from attention_cases import (
@@ -17,8 +15,6 @@ from attention_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-if sys.platform != "linux":
-    pytest.skip("Triton is for Linux", allow_module_level=True)
 pytest.importorskip("triton")
 
 import weft.kernels.triton_ops as kernels
