@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from engine_thread import start_in_process
 from http_api import INFO
-from patience import PATIENCE_S
+from patience import PATIENCE_S, in_time
 from quick_start import quick_start
 from tiny import ADAPTERS, BASE, LONG, answer, ask, long_base
 
@@ -64,11 +64,7 @@ class Bench:
         self.num_requests = 0
 
     def run(self, work: Awaitable[Any]) -> Any:
-        async def limited() -> Any:
-            async with asyncio.timeout(PATIENCE_S):
-                return await work
-
-        return self._runner.run(limited())
+        return self._runner.run(in_time(work))
 
     def close(self) -> None:
         """Requests that run or have just been sent end with it, once."""

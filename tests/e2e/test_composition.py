@@ -18,8 +18,8 @@ import pytest
 import torch
 from engine_thread import held, start_in_process
 from engines import MakeLLM, check_idle
-from http_api import CHAT, COMPLETE, until
-from patience import PATIENCE_S
+from http_api import CHAT, COMPLETE
+from patience import in_time, until
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tables import build_table
@@ -244,11 +244,7 @@ class Server:
         return engine
 
     def run(self, work: Awaitable[Any]) -> Any:
-        async def limited() -> Any:
-            async with asyncio.timeout(PATIENCE_S):
-                return await work
-
-        return self._runner.run(limited())
+        return self._runner.run(in_time(work))
 
     def post(self, path: str, body: Any) -> httpx.Response:
         return self.run(self.http.post(path, json=body))

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from http_api import CHAT, COMPLETE, HI, MakeWorld, Web, run, served, until, wait_until
-from patience import PATIENCE_S
+from http_api import CHAT, COMPLETE, HI, MakeWorld, Web, run, served, wait_until
+from patience import PATIENCE_S, until
 
 from weft.api import ApiSettings
 from weft.api.admission import Admission

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 from engine_thread import held, start_in_process
-from http_api import CHAT, COMPLETE, HI, MakeWorld, Web, run, until
+from http_api import CHAT, COMPLETE, HI, MakeWorld, Web, run
+from patience import until
 from tiny import BASE
 
 from weft.api import ApiSettings, create_app

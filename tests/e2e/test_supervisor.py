@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patience import PATIENCE_S
+from patience import PATIENCE_S, in_time, until
 from tiny import ADAPTERS, BASE, LONG, answer, ask, long_base
 
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
@@ -46,17 +46,7 @@ ENDLESS = SamplingParams(max_tokens=LONG, temperature=0.0, ignore_eos=True)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            await work
-
-    asyncio.run(limited())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.002)
+    asyncio.run(in_time(work))
 
 
 async def outcome(stream: AsyncGenerator[TokenEvent, None]) -> WeftError | None:

@@ -24,9 +24,8 @@ from http_api import (
     digest_of,
     run,
     served,
-    until,
 )
-from patience import PATIENCE_S, wait_until
+from patience import PATIENCE_S, until, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from toy_tokenizers import byte_level
 

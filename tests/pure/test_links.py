@@ -17,7 +17,7 @@ import zmq.asyncio
 from hypothesis import example, given
 from hypothesis import strategies as st
 from lossy_fleet import INFO
-from patience import PATIENCE_S
+from patience import PATIENCE_S, until
 
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.config import EngineArgs, ModelArgs
@@ -86,12 +86,6 @@ def key_of(tmp_path: Path, text: str) -> FleetKey:
 
 def link_key(tmp_path: Path) -> FleetKey:
     return key_of(tmp_path, "our secret " * 5)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 async def same(source: AdapterSource) -> AdapterSource:

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from http_api import CHAT, COMPLETE, HI, Web, World, digest_of, run, until
+from http_api import CHAT, COMPLETE, HI, Web, World, digest_of, run
 from http_api import served as listening
-from patience import PATIENCE_S
+from patience import PATIENCE_S, until
 from test_uploads import FILES, tar
 from toy_tokenizers import byte_level
 

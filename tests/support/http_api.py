@@ -342,11 +342,6 @@ def run(world: World, scenario: Callable[[Web], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
-
-
 @contextmanager
 def served(world: World, **options: Any) -> Iterator[str]:
     """The application on a loopback port, on a thread."""
