@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from command_line import CliRunner
+from command_line import weft
 from patience import PATIENCE_S
 
 from weft.bench import decode, throughput
@@ -36,15 +36,10 @@ from weft.bench.workload import (
     rng_of,
     zipf,
 )
-from weft.cli.main import app
 from weft.core.errors import ConfigError
 
 TINY = ("--model", "tiny", "--device", "cpu", "--num-threads", "1", "--kv-cache-memory", "16M")
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def weft(*args: str) -> Result:
-    return CliRunner().invoke(app, list(args))
 
 
 def report(*args: str) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from command_line import CliRunner
+from command_line import weft
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +33,6 @@ from weft.bench.simulator import (
 )
 from weft.bench.traces import BURST, NUM_TENANTS, Ask, Trace, TraceKind
 from weft.bench.workload import Choice, Lengths
-from weft.cli.main import app
 from weft.core.errors import ConfigError
 from weft.schedule.policy import POLICIES
 
@@ -46,12 +44,8 @@ ADAPTER_BYTES = 16 * MODEL.rank_bytes
 TRACES = ("zipf:0.8", "zipf:1.5", "uniform", "bursts", "flood")
 
 
-def weft(*args: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *args])
-
-
 def report(*args: str) -> dict[str, Any]:
-    done = weft(*args)
+    done = weft("bench", *args)
     assert done.exit_code == 0, (done.output, done.exception)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -356,7 +350,7 @@ def test_wrong_tokens_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(churn._ChurnRuns, "tokens", tokens)
     args = ("--populations", "2", "--resident", "2", "--num-requests", "3", "--verify")
-    done = weft("churn", *TINY, *SHORT, *args, "--no-plot")
+    done = weft("bench", "churn", *TINY, *SHORT, *args, "--no-plot")
     found = json.loads(done.stdout.splitlines()[-1])
     assert done.exit_code == 1 and not found["ok"] and found["results"][0]["wrong"] == 1
 
@@ -364,6 +358,7 @@ def test_wrong_tokens_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_churn_under_a_given_load(tmp_path: Path) -> None:
     plot = tmp_path / "load.png"
     done = weft(
+        "bench",
         *("churn", *TINY, *SHORT, "--populations", "12", "--load", "0.5", "--choice", "zipf:1.0"),
         *("--num-requests", "16", "--resident", "3", "--plot", str(plot)),
     )
@@ -440,7 +435,7 @@ def test_cold_says_that_images_cannot_be_written(
 ) -> None:
     monkeypatch.setattr(cold, "PATIENCE_S", 0.05)
     monkeypatch.setattr(cold, "SUFFIX", ".other")
-    done = weft("cold", *TINY, "--rank", "2", "--repeats", "1", "--no-plot")
+    done = weft("bench", "cold", *TINY, "--rank", "2", "--repeats", "1", "--no-plot")
     assert done.exit_code == 1 and "images of adapters can't be written to" in done.stderr
 
 
@@ -521,7 +516,7 @@ def history(tmp_path: Path, *lines: object) -> tuple[str, ...]:
 
 
 def test_plots_of_a_history(tmp_path: Path) -> None:
-    done = weft(*history(tmp_path, DECODE, CHURN))
+    done = weft("bench", *history(tmp_path, DECODE, CHURN))
     assert done.exit_code == 0, done.output
     drawn = [Path(line) for line in done.stdout.splitlines()]
     assert drawn == [tmp_path / "step-time.png", tmp_path / "churn.png"]
@@ -530,7 +525,7 @@ def test_plots_of_a_history(tmp_path: Path) -> None:
 
 def test_the_newest_run_that_fits_is_drawn(tmp_path: Path) -> None:
     def png(*lines: object) -> bytes:
-        assert weft(*history(tmp_path, *lines)).exit_code == 0
+        assert weft("bench", *history(tmp_path, *lines)).exit_code == 0
         return (tmp_path / "churn.png").read_bytes()
 
     faster = {**CHURN, "results": [{**r, "output_tokens_per_s": 9000} for r in CHURN["results"]]}
@@ -544,7 +539,7 @@ def test_the_newest_run_that_fits_is_drawn(tmp_path: Path) -> None:
         {"benchmark": "churn"},
     ]
     assert png(faster, CHURN, *others) == png(CHURN) != png(CHURN, faster)
-    assert "can't be read" in weft(*history(tmp_path, CHURN, [1])).stderr
+    assert "can't be read" in weft("bench", *history(tmp_path, CHURN, [1])).stderr
 
 
 @pytest.mark.parametrize(
@@ -572,12 +567,12 @@ def test_refusals(
     args: tuple[str, ...], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = weft(*args)
+    done = weft("bench", *args)
     assert done.exit_code == 1 and done.stdout == ""
     assert done.stderr.startswith("weft: error: ") and why in done.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_a_history_without_a_run_to_draw_is_refused(tmp_path: Path) -> None:
-    done = weft(*history(tmp_path, {**DECODE, "device": "CPU"}))
+    done = weft("bench", *history(tmp_path, {**DECODE, "device": "CPU"}))
     assert done.exit_code == 1 and "has no run of decode or churn" in done.stderr

@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
-from command_line import CliRunner
+from command_line import weft
 
 pytest.importorskip("triton")
 
 from weft.bench import bed, tune
 from weft.bench.kernels import KernelPlan, measure_kernels
 from weft.bench.presets import PRESETS
-from weft.cli.main import app
 from weft.core.errors import ConfigError
 from weft.kernels import triton_linear, tuned
 from weft.kernels.linear import DenseWeight
@@ -33,10 +31,6 @@ interpreted = pytest.mark.skipif(
 )
 CPU = torch.device("cpu")
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def weft(*args: str) -> Result:
-    return CliRunner().invoke(app, list(args))
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from command_line import CliRunner
+from command_line import CliRunner, weft
 
 from weft.bench.profile import ProfileRow, Span, profile_row, profile_table, with_lora_part
 from weft.cli.compile import KERNELS, use_kernels
@@ -19,13 +18,11 @@ from weft.core.stages import Stages, in_words
 TINY = ("--model", "tiny", "--device", "cpu", "--num-threads", "1", "--kv-cache-memory", "16M")
 
 
-def bench(*args: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *args])
-
-
 def test_startup_tells_each_stage_of_two_starts(tmp_path: Path) -> None:
     plot, record = tmp_path / "plot.png", tmp_path / "history.jsonl"
-    done = bench("startup", *TINY, "--rank", "4", "--plot", str(plot), "--record", str(record))
+    done = weft(
+        "bench", "startup", *TINY, "--rank", "4", "--plot", str(plot), "--record", str(record)
+    )
     assert done.exit_code == 0, (done.output, done.exception)
     report = json.loads(record.read_text())
     assert report == json.loads(done.stdout.splitlines()[-1])
@@ -43,7 +40,7 @@ def test_startup_tells_each_stage_of_two_starts(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_start_that_fails_says_why_in_one_line() -> None:
-    done = bench("startup", *TINY, "--max-model-len", "4096", "--no-plot")
+    done = weft("bench", "startup", *TINY, "--max-model-len", "4096", "--no-plot")
     assert done.exit_code == 1
     [line] = done.stderr.splitlines()
     assert "--max-model-len 4096" in line
@@ -66,7 +63,7 @@ def test_a_server_is_ready_and_answers_its_rounds(tmp_path: Path) -> None:
     record = tmp_path / "history.jsonl"
     sizes = ("--input-len", "8", "--output-len", "4", "--concurrency", "3", "--rounds", "1")
     more = ("--rank", "4", "--adapters", "2", "--pattern", "base,uniform", "--no-plot")
-    done = bench("ready", *TINY, *sizes, *more, "--record", str(record))
+    done = weft("bench", "ready", *TINY, *sizes, *more, "--record", str(record))
     assert done.exit_code == 0, (done.output, done.exception)
     report = json.loads(record.read_text())
     assert [run["run"] for run in report["results"]] == ["cold", "warm"]
@@ -78,7 +75,7 @@ def test_a_server_is_ready_and_answers_its_rounds(tmp_path: Path) -> None:
 
 
 def test_profile_needs_a_gpu() -> None:
-    done = bench("profile", *TINY, "--no-plot")
+    done = weft("bench", "profile", *TINY, "--no-plot")
     assert done.exit_code == 1
     assert done.stderr == "weft: error: weft bench profile needs a GPU: it measures its kernels\n"
 

@@ -15,6 +15,8 @@ import pytest
 import typer.testing
 from typer.testing import Result
 
+from weft.cli.main import app
+
 typer.testing._get_command = cache(typer.testing._get_command)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that a server handles."""
@@ -39,3 +41,7 @@ class CliRunner(typer.testing.CliRunner):
             root.setLevel(level)
             for number, handler in on_signals.items():
                 signal.signal(number, handler)
+
+
+def weft(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args))
