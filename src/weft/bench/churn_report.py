@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rich.table import Table
 
-from weft.bench.report import COLOURS, new_figure, new_table, plot_bars, set_counts
+from weft.bench.report import COLOURS, new_figure, new_table, plot_bars, rounded, set_counts
 from weft.core.stats import EngineInfo
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ChurnRow:
 
 def churn_result(row: ChurnRow, rows: Sequence[ChurnRow], info: EngineInfo) -> dict[str, object]:
     return {
-        **{k: _rounded(v) for k, v in asdict(row).items()},
+        **rounded(row),
         "output_tokens_per_s": round(row.output_tokens_per_s, 1),
         "share": round(_share(row, rows), 4),
         "resident_tpot_p99_share": round(_resident_share(row, rows), 4),
@@ -84,12 +84,6 @@ def _resident_share(row: ChurnRow, rows: Sequence[ChurnRow]) -> float:
 
 def _without_churn(rows: Sequence[ChurnRow]) -> ChurnRow:
     return rows[0] if rows[-1].rate is None else rows[1]
-
-
-def _rounded(value: object) -> object:
-    if isinstance(value, tuple):
-        return [_rounded(part) for part in value]
-    return round(value, 4) if isinstance(value, float) else value
 
 
 def churn_table(

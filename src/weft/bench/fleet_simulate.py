@@ -15,7 +15,7 @@ from rich.table import Table
 from weft.bench.fleet_node import H200
 from weft.bench.fleet_simulator import FleetReplay, FleetSetup, FleetSimulator
 from weft.bench.fleet_trace import FleetAsk, FleetTrace
-from weft.bench.report import Report, new_figure, new_table, progress
+from weft.bench.report import Report, new_figure, new_table, progress, rounded
 from weft.fleet.route import POLICIES
 
 if TYPE_CHECKING:
@@ -97,17 +97,10 @@ def run_fleet(plan: FleetPlan) -> Report:
         benchmark="simulate-fleet",
         title=title,
         config={**asdict(plan), "model": asdict(H200)},
-        results=[{k: _figure(v) for k, v in asdict(row).items()} for row in rows],
+        results=[rounded(row) for row in rows],
         shown=fleet_table(rows),
         plot=lambda: fleet_plot(batches, plan.seats, title),
     )
-
-
-def _figure(value: object) -> object:
-    """A value of a row as JSON knows it: null for the time of a first token that never came."""
-    if not isinstance(value, float):
-        return value
-    return round(value, 4) if math.isfinite(value) else None
 
 
 def setup_of(plan: FleetPlan, policy: str) -> FleetSetup:

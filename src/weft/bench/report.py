@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,6 +155,19 @@ def new_table(title: str, *columns: str, names: int = 1, dense: bool = False) ->
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < names else "right")
     return table
+
+
+def rounded(row: Any) -> dict[str, object]:
+    """The fields of a row, with four digits: null in JSON for a time that never came."""
+    return {name: _rounded(value) for name, value in asdict(row).items()}
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_rounded(part) for part in value]
+    if not isinstance(value, float):
+        return value
+    return round(value, 4) if math.isfinite(value) else None
 
 
 def bytes_in_words(num_bytes: int) -> str:

@@ -21,6 +21,7 @@ from weft.bench.report import (
     new_figure,
     new_table,
     progress,
+    rounded,
 )
 from weft.bench.simulator import DeviceModel, Memory, Replay, replay, sizes_of
 from weft.bench.traces import Trace, TraceKind
@@ -97,7 +98,7 @@ def run_simulate(plan: SimulationPlan) -> Report:
         benchmark="simulate",
         title=title,
         config={**asdict(plan), "model": asdict(model)},
-        results=[_rounded(row) for row in rows],
+        results=[rounded(row) for row in rows],
         shown=simulation_table(rows),
         plot=lambda: simulation_plot(rows, title),
     )
@@ -147,10 +148,6 @@ def _percentile_ms(seconds: Sequence[float], percent: int) -> float:
 
 
 # -- what is shown ---------------------------------------------------------------------------------
-
-
-def _rounded(row: SimulationRow) -> dict[str, object]:
-    return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()}
 
 
 def simulation_table(rows: Sequence[SimulationRow]) -> Table:
