@@ -138,6 +138,14 @@ class Harness:
             self.slots.remove(digest)
         self.replaced -= gone
 
+    def step_loaded(self) -> StepPlan:
+        """A step before which all loads have ended."""
+        for _ in range(len(self.loads)):
+            self.end_load(0, ok=True)
+        plan = self.step()
+        self.scheduler.check()
+        return plan
+
     def end_load(self, index: int, ok: bool) -> None:
         load = self.loads.pop(index)
         if ok and self.slots.loaded(load.digest):
@@ -158,12 +166,9 @@ class Harness:
     def run(self, max_steps: int = 3000) -> None:
         """Until all requests have ended; loads take a step."""
         while self.scheduler.busy or self.flights:
-            for _ in range(len(self.loads)):
-                self.end_load(0, ok=True)
             for _ in range(len(self.compiling)):
                 self.end_compiling(0, ok=True)
-            self.step()
-            self.scheduler.check()
+            self.step_loaded()
             assert self.steps < max_steps, "no progress"
 
     def _take(self, events: list[TokenEvent | None] | list[TokenEvent]) -> None:
@@ -538,10 +543,7 @@ def test_no_adapter_starves(ahead: int, capacity: int, max_loras: int) -> None:
         if step == 5:
             for i in range(1, n):
                 h.add(request(f"cold{i}", [3], 2, digest_of(i), ignore_eos=True))
-        for _ in range(len(h.loads)):
-            h.end_load(0, ok=True)
-        h.step()
-        h.scheduler.check()
+        h.step_loaded()
         waiting -= {w for w in waiting if h.events.get(w) and h.events[w][-1].finish_reason}
     assert not waiting
 
@@ -569,10 +571,7 @@ def test_adapters_take_turns(ahead: int, n: int, k: int, short_of: str) -> None:
         h.add(request(f"r{i}", [1 + i] * 5, 30, digest_of(i), ignore_eos=True))
     bound = -(-n // k) * (WAIT + 6)
     for step in range(200):
-        for _ in range(len(h.loads)):
-            h.end_load(0, ok=True)
-        h.step()
-        h.scheduler.check()
+        h.step_loaded()
         for seq in h.scheduler.batch.running:
             last[seq.request_id] = step
         for name, admitted in last.items():
@@ -593,10 +592,7 @@ def test_a_large_adapter_gets_the_room_of_several() -> None:
         h.add(request(f"s{step}", [1], 6, digest_of(step % 3), ignore_eos=True))
         if step == 10:
             h.add(request("large", [2], 3, digest_of(3), ignore_eos=True))
-        for _ in range(len(h.loads)):
-            h.end_load(0, ok=True)
-        h.step()
-        h.scheduler.check()
+        h.step_loaded()
     assert h.begun["large"][0] - 10 <= 2 * WAIT + 6
 
 
@@ -609,9 +605,7 @@ def test_short_requests_drain_and_are_not_preempted() -> None:
         h.add(request(f"hot{step}", [1], 2, digest_of(0), ignore_eos=True))
         if step == 10:
             h.add(request("cold", [2], 2, digest_of(1), ignore_eos=True))
-        for _ in range(len(h.loads)):
-            h.end_load(0, ok=True)
-        h.step()
+        h.step_loaded()
     assert h.begun["cold"][0] - 10 <= WAIT
     assert h.scheduler.totals.preemptions == 0
 
@@ -639,10 +633,7 @@ def test_parked_requests_keep_their_blocks(ahead: int, num_blocks: int, again: b
         h.add(request(f"r{i}", [1 + i] * 5, 30, digest_of(i), ignore_eos=True))
     computed = 0
     for _ in range(400):
-        for _ in range(len(h.loads)):
-            h.end_load(0, ok=True)
-        computed += h.step().num_tokens
-        h.scheduler.check()
+        computed += h.step_loaded().num_tokens
     assert h.scheduler.totals.preemptions > 2
     for name in h.requests:
         h.verify(name)
@@ -659,9 +650,7 @@ def test_no_turn_ends_before_a_token(caching: bool) -> None:
     h.add(request("older", [1], 30, digest_of(0), ignore_eos=True))
     h.add(request("long", [2] * 30, 4, digest_of(1), ignore_eos=True))
     while h.scheduler.totals.preemptions < 2:
-        for _ in range(len(h.loads)):
-            h.end_load(0, ok=True)
-        h.step()
+        h.step_loaded()
     assert h.begun["long"][0] + 14 <= h.steps
     assert h.output("long")
     h.run()
