@@ -306,6 +306,12 @@ async def settle(fleet: LossyFleet, steps: int = 1) -> None:
         await asyncio.sleep(0.06)
 
 
+async def hold(fleet: LossyFleet, source: AdapterSource, pinned: bool = False) -> None:
+    held = asyncio.create_task(fleet.client.hold(source, "name", pinned))
+    await settle(fleet, 4)
+    await held
+
+
 def asked(length: int, adapter: str | None = None) -> EngineRequest:
     ref = None if adapter is None else AdapterRef("a", 1, adapter)
     return EngineRequest("r", [1, 2, 3], SamplingParams(max_tokens=length), ref, seed=3)
@@ -695,9 +701,7 @@ def test_a_hot_adapter_comes_to_a_second_node_ahead_of_requests() -> None:
     async def test(fleet: LossyFleet) -> None:
         controller = Controller(fleet.client)
         source = AdapterSource("/a", DIGESTS[0])
-        held = asyncio.create_task(fleet.client.hold(source, "name"))
-        await settle(fleet, 4)
-        await held
+        await hold(fleet, source)
         reader = begun(fleet, asked(90, DIGESTS[0]))
         await settle(fleet, 60)
         assert sum(bool(engine.held) for engine in fleet.engines) > 1
@@ -721,9 +725,7 @@ def test_labels_say_which_nodes_keep_an_adapter() -> None:
         placed, digest = fleet.client.adapters, DIGESTS[0]
         placed.pins = {digest: NodePin(("n1", "n2"), 0)}
         controller = Controller(fleet.client)
-        held = asyncio.create_task(fleet.client.hold(AdapterSource("/a", digest), "name"))
-        await settle(fleet, 4)
-        await held
+        await hold(fleet, AdapterSource("/a", digest))
         await settle(fleet, 60)
         n0, n1, n2 = fleet.engines
         assert n1.pinned == n2.pinned == {digest} and not n0.sources
@@ -786,9 +788,8 @@ def test_adapters_are_kept_on_nodes_with_certain_labels() -> None:
         placed, digest = fleet.client.adapters, DIGESTS[0]
         placed.pins = {digest: NodePin(labels={"gpu": "h200", "zone": "a"})}
         controller = Controller(fleet.client)
-        held = asyncio.create_task(fleet.client.hold(AdapterSource("/a", digest), "name"))
-        await settle(fleet, 60)
-        await held
+        await hold(fleet, AdapterSource("/a", digest))
+        await settle(fleet, 56)
         assert n1.pinned == {digest} and not (n0.sources or n2.sources)
         (pin,) = fleet.client.pins()
         assert (pin["labels"], pin["on"]) == ("weft.node-labels=gpu=h200,zone=a", ["n1"])
@@ -821,9 +822,7 @@ def test_an_adapter_is_kept_on_as_many_nodes_as_its_label_says() -> None:
         placed, digest = fleet.client.adapters, DIGESTS[0]
         placed.pins = {digest: NodePin(replicas=2)}
         controller = Controller(fleet.client)
-        held = asyncio.create_task(fleet.client.hold(AdapterSource("/a", digest), "name"))
-        await settle(fleet, 4)
-        await held
+        await hold(fleet, AdapterSource("/a", digest))
         await settle(fleet, 60)
         keeping = [engine.name for engine in fleet.engines if engine.pinned]
         assert len(keeping) == 2 and fleet.client.pins()[0]["missing"] == 0
@@ -883,9 +882,7 @@ def test_requests_go_where_their_adapter_can_be_had() -> None:
 
     async def test(fleet: LossyFleet) -> None:
         source = AdapterSource("/a", DIGESTS[0])
-        held = asyncio.create_task(fleet.client.hold(source, "name"))
-        await settle(fleet, 4)
-        await held
+        await hold(fleet, source)
         for engine in fleet.engines[:2]:
             engine.refuses, engine.held = {DIGESTS[0]}, set()
         fleet.engines[2].held = set()
@@ -906,9 +903,7 @@ def test_requests_go_where_their_adapter_can_be_had() -> None:
 
 def test_a_request_waits_while_the_registry_is_away() -> None:
     async def test(fleet: LossyFleet) -> None:
-        held = asyncio.create_task(fleet.client.hold(AdapterSource("/a", DIGESTS[0]), "name"))
-        await settle(fleet, 4)
-        await held
+        await hold(fleet, AdapterSource("/a", DIGESTS[0]))
         for engine in fleet.engines:
             engine.held, engine.registry_away = set(), True
             fleet.client.nodes[engine.name].held.clear()
@@ -932,9 +927,7 @@ def test_a_request_waits_while_the_registry_is_away() -> None:
 def test_pinned_adapters_are_everywhere_and_are_released_everywhere() -> None:
     async def test(fleet: LossyFleet) -> None:
         source = AdapterSource("/a", DIGESTS[0])
-        held = asyncio.create_task(fleet.client.hold(source, "name", pinned=True))
-        await settle(fleet, 4)
-        await held
+        await hold(fleet, source, pinned=True)
         assert all(engine.held for engine in fleet.engines)
         released = asyncio.create_task(fleet.client.release(DIGESTS[0], "name"))
         await settle(fleet, 4)
