@@ -34,11 +34,17 @@ class Bed:
         return delay_s
 
 
-@given(st.floats(1e-4, 1e-3), st.floats(2e-3, 2e-2))
-def test_steps_are_planned_late_and_the_device_does_not_wait(host_s: float, step_s: float) -> None:
+def steady(host_s: float, step_s: float) -> Bed:
+    """After many steps that took equally long."""
     bed = Bed(host_s)
     for _ in range(60):
         bed.step(step_s)
+    return bed
+
+
+@given(st.floats(1e-4, 1e-3), st.floats(2e-3, 2e-2))
+def test_steps_are_planned_late_and_the_device_does_not_wait(host_s: float, step_s: float) -> None:
+    bed = steady(host_s, step_s)
     bed.idle_s = 0.0
     delays = [bed.step(step_s) for _ in range(50)]
     assert bed.idle_s == 0
@@ -60,9 +66,7 @@ def test_shorter_steps_cost_the_device_little(host_s: float, seed: int) -> None:
 
 
 def test_steps_with_prompts_are_planned_late_too_and_teach_nothing() -> None:
-    bed = Bed(1e-3)
-    for _ in range(60):
-        bed.step(5e-3)
+    bed = steady(1e-3, 5e-3)
     before_s = bed.delay._delay_s
     for _ in range(3):
         bed.step(50e-3, alike=False)
@@ -72,9 +76,7 @@ def test_steps_with_prompts_are_planned_late_too_and_teach_nothing() -> None:
 
 def test_a_short_step_is_ended_at_once() -> None:
     """And those behind it are planned as late as before."""
-    bed = Bed(1e-3)
-    for _ in range(60):
-        bed.step(5e-3)
+    bed = steady(1e-3, 5e-3)
     before_s = bed.delay._delay_s
     bed.step(2e-3, alike=False, short=True)
     assert bed.step(5e-3) == 0
@@ -83,9 +85,7 @@ def test_a_short_step_is_ended_at_once() -> None:
 
 def test_prompts_that_are_shorter_than_decodes_soon_wait_no_more() -> None:
     """As where all requests ask for one token, so that nothing is learnt from decodes."""
-    bed = Bed(1e-3)
-    for _ in range(60):
-        bed.step(9e-3)
+    bed = steady(1e-3, 9e-3)
     for _ in range(8):
         bed.step(3e-3, alike=False)
     bed.idle_s = 0.0
@@ -95,18 +95,14 @@ def test_prompts_that_are_shorter_than_decodes_soon_wait_no_more() -> None:
 
 
 def test_one_long_step_delays_no_other() -> None:
-    bed = Bed(1e-3)
-    for _ in range(60):
-        bed.step(5e-3)
+    bed = steady(1e-3, 5e-3)
     before_s = bed.step(1.0)
     assert max(bed.step(5e-3) for _ in range(5)) <= before_s + 1.5 * MOST_MORE_S
 
 
 def test_a_host_that_is_late_once_keeps_most_of_the_delay() -> None:
     """That holds for a step with a prompt too, which takes the host longer than one of decodes."""
-    bed = Bed(1e-3)
-    for _ in range(60):
-        bed.step(5e-3)
+    bed = steady(1e-3, 5e-3)
     before_s = bed.step(5e-3)
     bed.host_s = 3e-3
     bed.step(5e-3)
