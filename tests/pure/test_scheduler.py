@@ -183,6 +183,10 @@ class Harness:
         new = [t for e in self.events[request_id] for t in e.token_ids]
         return self.requests[request_id].output_ids + new
 
+    def verify_all(self) -> None:
+        for request_id in self.requests:
+            self.verify(request_id)
+
     def verify(self, request_id: str) -> None:
         """The request ended once, with the tokens that it must have."""
         request = self.requests[request_id]
@@ -363,8 +367,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.h.run()
-        for name in self.h.requests:
-            self.h.verify(name)
+        self.h.verify_all()
         assert self.h.scheduler.num_running == self.h.scheduler.num_waiting == 0
         assert self.h.scheduler._cache.num_free == 16
 
@@ -399,9 +402,8 @@ def test_preemption_loses_nothing(ahead: int) -> None:
     assert h.scheduler.batch.stranded(9) == ("r2",), "the youngest that had begun made way"
     h.run()
     assert not h.scheduler.batch.stranded(9)
-    for name in h.requests:
-        h.verify(name)
-        assert h.events[name][-1].finish_reason == "length"
+    h.verify_all()
+    assert all(events[-1].finish_reason == "length" for events in h.events.values())
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -510,8 +512,7 @@ def test_steps_hold_no_more_sequences_than_rows(ahead: int) -> None:
         h.add(request(f"r{i}", prompt, 20, digest_of(0), ignore_eos=True, **options), i % 3)
     h.run()
     assert h.scheduler.totals.preemptions > 0
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
 
 
 def test_an_adapter_that_is_nowhere_active_is_not_waited_for() -> None:
@@ -619,8 +620,7 @@ def test_a_long_prompt_gets_a_token_before_it_yields() -> None:
     h.run(400)
     assert h.scheduler.totals.preemptions <= sum(len(h.output(name)) for name in h.requests)
     assert h.steps <= 8 * (15 + 5)
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -635,8 +635,7 @@ def test_parked_requests_keep_their_blocks(ahead: int, num_blocks: int, again: b
     for _ in range(400):
         computed += h.step_loaded().num_tokens
     assert h.scheduler.totals.preemptions > 2
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
     needed = sum(5 + len(h.output(name)) - 1 for name in h.requests)
     assert (computed > needed) == again
 
@@ -654,8 +653,7 @@ def test_no_turn_ends_before_a_token(caching: bool) -> None:
     assert h.begun["long"][0] + 14 <= h.steps
     assert h.output("long")
     h.run()
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
 
 
 def test_the_wait_for_an_adapter_is_reported() -> None:
@@ -768,8 +766,7 @@ def test_paced_requests_hold_up_nobody() -> None:
     assert len(h.output("free")) == 12
     assert len(h.output("paced")) == 6
     h.run()
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -782,8 +779,7 @@ def test_prompt_logprobs_come_once_and_complete(ahead: int, blocks: int) -> None
         h.add(request(f"p{i}", [1, 2, 3] * 5, 9, ignore_eos=True, prompt_logprobs=0))
     h.run()
     assert (h.scheduler.totals.preemptions > 0) == (blocks == 8)
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
 
 
 def test_prompt_logprobs_and_the_prefix_cache() -> None:
@@ -804,8 +800,7 @@ def test_pooled_requests_come_in_chunks_are_preempted_and_use_the_cache(ahead: i
         h.add(request(f"p{i}", [1, 2, 3] * 5, pooling="mean" if i % 2 else "last"))
     h.run()
     assert h.scheduler.totals.preemptions > 0
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
     h = Harness(ahead=ahead)
     for name, pooling in [("a", "mean"), ("b", "last"), ("c", "mean"), ("d", "last")]:
         h.add(request(name, [1, 2, 3] * 5, pooling=pooling))

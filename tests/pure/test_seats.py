@@ -92,8 +92,7 @@ def test_nobody_starves(
         held = seats(h)
         assert held.total() <= 4 and held["b"] <= cap
     h.run(max_steps=31 + 4 * sum(prompt + output for *_, prompt, output in load))
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
     if blocks == 60 and len({tenant for _, tenant, *_ in load}) == 1:
         assert h.scheduler.totals.preemptions == 0
 
@@ -121,8 +120,7 @@ def test_a_second_tenant_has_its_share_at_once(weight: float) -> None:
         h.step()
     assert h.scheduler.totals.preemptions <= parked + 1, "nobody is parked to and fro"
     h.run()
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
 
 
 def test_a_burst_keeps_a_tenant_without_seats_waiting_for_one_step() -> None:
@@ -139,8 +137,7 @@ def test_a_burst_keeps_a_tenant_without_seats_waiting_for_one_step() -> None:
     h.step()
     assert h.begun["b0"][0] - came <= 2
     h.run()
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
 
 
 def test_a_burst_at_a_moment_when_nobody_is_there_gets_no_credit_for_that() -> None:
@@ -175,8 +172,7 @@ def test_who_has_few_seats_gets_another_at_once(ahead: int) -> None:
         h.step()
         assert h.begun[f"b{i}"][0] == h.steps
     h.run()
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -198,8 +194,7 @@ def test_many_seats_rest_where_a_short_request_begins(ahead: int, prompt: int, t
         for _ in range(7 * i):
             h.step()
     h.run()
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
 
 
 def test_nobody_rests_for_a_request_that_can_not_begin() -> None:
@@ -212,8 +207,7 @@ def test_nobody_rests_for_a_request_that_can_not_begin() -> None:
     h.add(request("b", [2] * 6, 2, tenant="b", ignore_eos=True))
     assert h.step().num_tokens == 7
     h.run()
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
 
 
 def test_nobody_rests_where_all_have_few_seats() -> None:
@@ -287,8 +281,7 @@ def test_blocks_are_shared_too() -> None:
         h.step()
         assert seats(h)["b"] >= 1 or h.events["b0"][-1].finish_reason, "it was put back"
     h.run()
-    for name in h.requests:
-        h.verify(name)
+    h.verify_all()
 
 
 def test_long_prompts_leave_room_in_a_step() -> None:
