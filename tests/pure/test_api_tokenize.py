@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from http_api import HI, Web, World, run
 from toy_tokenizers import byte_level, thinking
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path, thinking())
-    yield made
-    made.check()
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """For requests that are refused, and so leave nothing behind."""
-    made = World(tmp_path_factory.mktemp("world"), thinking())
-    yield made
-    assert not made.engine.requests
-    made.check()
 
 
 def test_a_text_there_and_back(world: World) -> None:
@@ -35,7 +18,7 @@ def test_a_text_there_and_back(world: World) -> None:
             ids = thinking().encode("aé日b")
             assert whole == {
                 "count": len(ids),
-                "max_model_len": 64,
+                "max_model_len": 4096,
                 "tokens": ids,
                 "token_strs": None,
             }
