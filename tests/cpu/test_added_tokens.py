@@ -70,8 +70,7 @@ def make_adapter(base: PreTrainedModel, name: str, folder: Path) -> PeftModel:
     num, options = KINDS[name]
     resized = copy.deepcopy(base)
     torch.manual_seed(abs(num))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         resized.resize_token_embeddings(VOCAB + num, mean_resizing=False)
         model = get_peft_model(copy.deepcopy(resized), LoraConfig(task_type="CAUSAL_LM", **options))
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -287,8 +286,7 @@ def test_what_is_refused(world: World, tmp_path: Path) -> None:
         ("lora", fewer, lora(["lm_head"]), "lm_head.lora_B.weight"),
         ("few", few, lora(modules_to_save=ENDS), "embed_tokens.weight"),
     ):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             model = get_peft_model(
                 copy.deepcopy(resized), LoraConfig(task_type="CAUSAL_LM", **options)
             )

@@ -67,8 +67,7 @@ class World:
         base.save_pretrained(folder / "base")
         self.folder = folder
         self.names = (*CALLS, "plain")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft's own
+        with warnings.catch_warnings(action="ignore"):  # peft's own
             for seed, (name, tokens) in enumerate(CALLS.items()):
                 options = {"lora_bias": True} if name == "guard" else {}
                 make_adapter(base, folder / name, seed, alora_invocation_tokens=tokens, **options)

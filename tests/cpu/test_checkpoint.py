@@ -56,8 +56,7 @@ TABLE = make_table()
 
 def make_adapter(folder: Path, **options: object):
     """Save an adapter with random matrices by PEFT; returns the PEFT model."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other libraries, about each other
+    with warnings.catch_warnings(action="ignore"):  # of other libraries, about each other
         return _make_adapter(folder, **options)
 
 

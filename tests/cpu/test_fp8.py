@@ -106,8 +106,7 @@ class Oracle:
                     module.weight.data = round_(module.weight.data)
                     if dynamic:
                         module.register_forward_pre_hook(lambda _, args: (as_fp8(args[0]),))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             model = None
             for name in NAMES:
                 if name is None:

@@ -171,8 +171,7 @@ def save_adapter(base: Path, folder: Path, settings: dict[str, Any]) -> None:
     """An adapter with random weights, as PEFT saves it."""
     torch.manual_seed(len(folder.name))
     model = AutoModelForCausalLM.from_pretrained(base)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         adapted = get_peft_model(model, LoraConfig(lora_alpha=8, task_type="CAUSAL_LM", **settings))
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:

@@ -284,8 +284,7 @@ def make_adapter(folder: Path) -> tuple[PeftModel, Any]:
     tokenizer.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model.resize_token_embeddings(len(tokenizer))
         options = {"init_lora_weights": False, "target_modules": ["q_proj", "down_proj"]}
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, **options))

@@ -231,8 +231,7 @@ def _rename(config: dict[str, Any], tensors: Tensors) -> None:
 
 
 def _quantize(config: dict[str, Any], tensors: Tensors) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that these are to go one day
+    with warnings.catch_warnings(action="ignore"):  # torch's, that these are to go one day
         tensors[FIRST] = torch.quantize_per_tensor(tensors[FIRST], 0.1, 0, torch.qint8)
 
 

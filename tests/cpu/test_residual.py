@@ -63,8 +63,7 @@ def adapted(
         **{"r": 4, "lora_alpha": 6, "target_modules": ALL, **options},
     )
     base = original()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other libraries, about each other
+    with warnings.catch_warnings(action="ignore"):  # of other libraries, about each other
         if init == "corda":
             torch.manual_seed(2)
             ids = torch.randint(0, 64, (1, 512))
@@ -115,8 +114,7 @@ def test_served_on_the_original_once_converted(
     tmp_path: Path, table: TargetTable, name: str
 ) -> None:
     model = adapted(**INITS[name], save_initial=tmp_path / "initial")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model.save_pretrained(
             tmp_path / "converted", path_initial_model_for_weight_conversion=tmp_path / "initial"
         )

@@ -134,8 +134,7 @@ def adapt(base: Base, folder: Path, targets: str, **fields: Any) -> PeftModel:
     config = LoraConfig(
         r=3, target_modules=targets, rank_pattern={f"^{one}$": 5}, alpha_pattern={one: 32}, **fields
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other libraries, about each other
+    with warnings.catch_warnings(action="ignore"):  # of other libraries, about each other
         model = get_peft_model(copy.deepcopy(base[0]), config)
         randomise(model)
         model.save_pretrained(folder)
@@ -196,8 +195,7 @@ def test_an_adapter_may_be_trained_on_a_model_without_a_head(
         modules_to_save=["language_model.norm"],
         task_type=task,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other libraries, about each other
+    with warnings.catch_warnings(action="ignore"):  # of other libraries, about each other
         trained = get_peft_model(copy.deepcopy(own), config)
     randomise(trained)
     trained.save_pretrained(tmp_path)

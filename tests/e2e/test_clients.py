@@ -395,8 +395,7 @@ def litellm() -> Iterator[Any]:
     imported is its own business."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             import litellm
             from litellm.litellm_core_utils.thread_pool_executor import executor
 

@@ -197,9 +197,8 @@ def world(
     with (
         serving_here(folder, folder / "base", dtype="float32", block_size=BLOCK, **memory) as url,
         httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
-        warnings.catch_warnings(),
+        warnings.catch_warnings(action="ignore"),  # peft's, of what is not there in some family
     ):
-        warnings.simplefilter("ignore")  # peft's, of what is not there in some family
         yield World(client, family, folder, base, kinds)
 
 
@@ -295,8 +294,7 @@ def test_on_the_residual_base(init: str, tmp_path: Path) -> None:
     """What is left of the original is another base model."""
     base, folder = make_base(FAMILIES["llama"], tmp_path / "original"), tmp_path / init
     kind = LoraConfig(task_type="CAUSAL_LM", **lora([*ATTENTION, *MLP], init_lora_weights=init))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other libraries, about each other
+    with warnings.catch_warnings(action="ignore"):  # of other libraries, about each other
         adapted = get_peft_model(base, kind)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:

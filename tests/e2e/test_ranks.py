@@ -178,9 +178,8 @@ def world(
             folder, folder / "base", dtype="float32", block_size=BLOCK, **options, **memory
         ) as url,
         httpx.Client(base_url=url, timeout=120) as client,
-        warnings.catch_warnings(),
+        warnings.catch_warnings(action="ignore"),  # peft's, of what is not there in some family
     ):
-        warnings.simplefilter("ignore")  # peft's, of what is not there in some family
         known = KINDS | EXPERTS
         yield World(client, family, folder, base, {name: known[name] for name in kinds})
 

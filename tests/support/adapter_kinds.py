@@ -505,8 +505,7 @@ def make_adapter(
     base: PreTrainedModel, kind: Kind, folder: Path, family: str = "llama"
 ) -> PeftModel:
     """Save an adapter to `folder`. Returns what peft loads from there."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft's, of what is tied, saved along and so on
+    with warnings.catch_warnings(action="ignore"):  # peft's, of what is tied, saved along and so on
         resized = copy.deepcopy(base)
         if kind.resize:
             torch.manual_seed(3)

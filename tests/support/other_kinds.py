@@ -61,8 +61,7 @@ def make(kind: type[PeftConfig], **options: object) -> Kind:
 
 def make_adapter(folder: Path, config: Kind) -> PeftModel:
     """Save an adapter with random tensors, load it again by PEFT."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other libraries, about each other
+    with warnings.catch_warnings(action="ignore"):  # of other libraries, about each other
         model = get_peft_model(make_base(), config())
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
