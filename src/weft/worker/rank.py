@@ -169,8 +169,6 @@ class RankLoop:
                 self._answer("registrars", order.call, self._part, order)
             case SquaresOrder():
                 self._answer("registrars", order.call, self._squares, order)
-            case _:
-                pass
 
     # -- steps ---------------------------------------------------------------------------------
 
