@@ -283,7 +283,7 @@ def ask(url: str, path: str, key: str, body: object = None) -> Any:
             return said_of_fleet(url, path, plain_json(json.load(answer)))
     except urllib.error.HTTPError as error:
         with error:
-            text = error.read().decode(errors="replace")
+            text = error.read().decode(errors="replace") or f"status {error.code}"
         with contextlib.suppress(ValueError, KeyError, TypeError):
             text = json.loads(text)["error"]["message"]
         raise InvalidRequest(f"{url}{path}: {text}") from None
