@@ -33,7 +33,7 @@ from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.serving import Pinned
 from weft.text import OutputDelta
 from weft.text.chat_parser import ChatParser, Piece, TextDelta, ToolCallDelta
-from weft.text.either import EitherParser, begins_of_calls, calls_or
+from weft.text.either import EitherParser, calls_or
 from weft.text.harmony import HarmonyParser
 from weft.text.json_stream import WholePairs, is_json
 from weft.text.reasoning import REASONING, opens_reasoning
@@ -73,8 +73,8 @@ class Turn:
         self._dialect = service.dialect_of(pinned.language)
         self._tools: list[dict[str, Any]] = []
         self._in_reasoning = False
-        self._either = False
-        """Whether the answer is either calls or a text of some form."""
+        self._begins: tuple[str, ...] | None = None
+        """What calls begin with, if the answer is either calls or a text of some form."""
         self.num_choices = 1
         self.requests: list[EngineRequest] = []
         self.fields = {
@@ -178,14 +178,10 @@ class Turn:
     def _parser(self) -> ChatParser | HarmonyParser:
         tool_format, tools = self._dialect.tool_format, self._tools
         if tool_format == "harmony":
-            return HarmonyParser(bool(tools), self._either)
-        if self._either and tool_format is not None:
-            begins = begins_of_calls(tools, tool_format)
-            return EitherParser(
-                tool_format, self._dialect.reasoning, self._in_reasoning, schemas_of(tools), begins
-            )
+            return HarmonyParser(bool(tools), self._begins is not None)
         tool_format, schemas = (tool_format, schemas_of(tools)) if tools else (None, {})
-        return ChatParser(tool_format, self._dialect.reasoning, self._in_reasoning, schemas)
+        given = tool_format, self._dialect.reasoning, self._in_reasoning, schemas
+        return ChatParser(*given) if self._begins is None else EitherParser(*given, self._begins)
 
     def _shown_ids(self) -> list[int]:
         """The special tokens that mark reasoning or calls. Texts must show them to be read."""
@@ -217,8 +213,9 @@ class Turn:
             if form is None:
                 return None
             self.fields["structured_outputs.around"] = "tools"
-            self._either = True
-            return calls_or(form, self._tools, tool_format, one_call)
+            either = calls_or(form, self._tools, tool_format, one_call)
+            self._begins = either.never_first
+            return either
         self.fields["structured_outputs"] = "tools"
         named = choice.function.name if isinstance(choice, NamedTool) else None
         return tools_schema(self._tools, tool_format, named, one_call)

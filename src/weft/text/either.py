@@ -9,26 +9,23 @@ from typing import Any
 
 from weft.core.sampling import StructuredOutputs
 from weft.text.chat_parser import ChatParser, Piece
-from weft.text.tools import TOOL_FORMATS, as_tag, calls_part
+from weft.text.tools import TOOL_FORMATS, as_tag, calls_part, sequence_of, text_part, token_part
 
-_HEADS: dict[str, tuple[dict[str, str], ...]] = {
-    "cohere": ({"type": "token", "token": "<|START_RESPONSE|>"},),
-    "harmony": (
-        {"type": "token", "token": "<|channel|>"},
-        {"type": "const_string", "value": "final"},
-        {"type": "token", "token": "<|message|>"},
-    ),
+_CHANNEL, _MESSAGE = token_part("<|channel|>"), token_part("<|message|>")
+_HEADS: dict[str, tuple[dict[str, Any], ...]] = {
+    "cohere": (token_part("<|START_RESPONSE|>"),),
+    "harmony": (_CHANNEL, text_part("final"), _MESSAGE),
 }
 """What models write before an answer that is no call. Without it they would hardly ever choose
 one, as the mark that they know is missing."""
-_THOUGHTS = (
-    {"type": "token", "token": "<|channel|>"},
-    {"type": "const_string", "value": "analysis"},
-    {"type": "token", "token": "<|message|>"},
+_THOUGHTS = sequence_of(
+    _CHANNEL,
+    text_part("analysis"),
+    _MESSAGE,
     {"type": "regex", "pattern": "([^<]|<+[^<|])*"},
-    {"type": "token", "token": "<|end|>"},
-    {"type": "token", "token": "<|start|>"},
-    {"type": "const_string", "value": "assistant"},
+    token_part("<|end|>"),
+    token_part("<|start|>"),
+    text_part("assistant"),
 )
 """A message of harmony's that is reasoning, and the beginning of the next."""
 
@@ -38,18 +35,16 @@ def calls_or(
 ) -> StructuredOutputs:
     """The form of an answer that is either calls of `tools`, with `one_call` a single one, or a
     text of the given form. Raises InvalidRequest as `tools_schema` does."""
-    text = {"type": "sequence", "elements": [*_HEADS.get(format, ()), {"type": "form"}]}
+    text = sequence_of(*_HEADS.get(format, ()), {"type": "form"})
     part = {"type": "or", "elements": [calls_part(tools, format, None, one_call), text]}
     if format == "harmony":
-        thoughts = {"type": "sequence", "elements": [*_THOUGHTS]}
-        optional = {"type": "optional", "content": thoughts}
-        part = {"type": "sequence", "elements": [optional, part]}
+        part = sequence_of({"type": "optional", "content": _THOUGHTS}, part)
     return replace(form, around=as_tag(part), never_first=begins_of_calls(tools, format))
 
 
 def begins_of_calls(tools: list[dict[str, Any]], format: str) -> tuple[str, ...]:
-    """What tells calls from text at the beginning of an answer; nothing with harmony, whose
-    messages have headers."""
+    """The texts that calls of the tools begin with. Harmony needs none to tell calls from text, as
+    its messages have headers."""
     style = TOOL_FORMATS[format]
     if style.syntax == "named":
         return tuple(f"{tool['function']['name']}\n" for tool in tools)
@@ -64,13 +59,13 @@ class EitherParser(ChatParser):
 
     def __init__(
         self,
-        tool_format: str,
+        tool_format: str | None,
         reasoning: str | None,
         starts_in_reasoning: bool,
         schemas: Mapping[str, Mapping[str, Any]],
         begins: tuple[str, ...],
     ) -> None:
-        """`begins`: what an answer of calls begins with, one of them."""
+        """`begins`: an answer of calls begins with one of these texts."""
         super().__init__(tool_format, reasoning, starts_in_reasoning, schemas)
         self._begins = begins
         self._decided = False

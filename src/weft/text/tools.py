@@ -153,10 +153,15 @@ def calls_part(
     }
     if style.lists:
         calls = {**calls, "separator": ", "}
-        elements = [_token(style.begin), _text("[" if style.end else " ["), calls, _text("]")]
-        calls = _sequence(*elements, *([_token(style.end)] if style.end else []))
+        elements = [
+            token_part(style.begin),
+            text_part("[" if style.end else " ["),
+            calls,
+            text_part("]"),
+        ]
+        calls = sequence_of(*elements, *([token_part(style.end)] if style.end else []))
     elif style.syntax == "python":
-        calls = _sequence(_text(style.begin), calls, _text(style.end))
+        calls = sequence_of(text_part(style.begin), calls, text_part(style.end))
     return calls
 
 
@@ -202,19 +207,23 @@ def _call(style: ToolFormat, function: dict[str, Any], room: _Room) -> dict[str,
 
 def _harmony_call(function: dict[str, Any]) -> dict[str, Any]:
     """One message to a function, as a sequence of xgrammar's."""
-    channel, constrain, message = map(_token, ("<|channel|>", "<|constrain|>", "<|message|>"))
-    header = _text(f"commentary to=functions.{function['name']} ")
-    return _sequence(channel, header, constrain, _text("json"), message, _arguments(function))
+    channel, constrain, message = map(token_part, ("<|channel|>", "<|constrain|>", "<|message|>"))
+    header = text_part(f"commentary to=functions.{function['name']} ")
+    return sequence_of(channel, header, constrain, text_part("json"), message, _arguments(function))
 
 
 def _named_call(style: ToolFormat, function: dict[str, Any], room: _Room) -> dict[str, Any]:
-    return _sequence(_text(f"{function['name']}\n"), _arguments(function))
+    return sequence_of(text_part(f"{function['name']}\n"), _arguments(function))
 
 
 def _gemma_call(style: ToolFormat, function: dict[str, Any], room: _Room) -> dict[str, Any]:
     arguments = _Parameters(function, room, style.quote).pairs(":", ",")
-    name, begin, end = _text(f"call:{function['name']}{{"), _token(style.begin), _token(style.end)
-    return _sequence(begin, name, arguments, _text("}"), end)
+    name, begin, end = (
+        text_part(f"call:{function['name']}{{"),
+        token_part(style.begin),
+        token_part(style.end),
+    )
+    return sequence_of(begin, name, arguments, text_part("}"), end)
 
 
 _MAX_CHARS = 1 << 17
@@ -269,7 +278,7 @@ class _Parameters:
         """Values of the parameters in their order, text as it is and others as JSON. Text can't
         hold what begins the mark at its end."""
         found, required = _members(self._root)
-        elements: list[dict[str, Any]] = [_text("")]
+        elements: list[dict[str, Any]] = [text_part("")]
         for key, value in found.items():
             self._check_key(key, ">")
             content = self._json(value)
@@ -277,11 +286,13 @@ class _Parameters:
                 content = {"type": "regex", "pattern": "([^<]|<+[^/<])*"}
                 if isinstance(value.get("enum"), list):
                     listed = [each for each in value["enum"] if isinstance(each, str)]
-                    words = [_text(_without_mark(each, "</parameter>")) for each in listed]
+                    words = [text_part(_without_mark(each, "</parameter>")) for each in listed]
                     content = {"type": "or", "elements": words}
-            one = _sequence(_text(f"<parameter={key}>\n"), content, _text("\n</parameter>\n"))
+            one = sequence_of(
+                text_part(f"<parameter={key}>\n"), content, text_part("\n</parameter>\n")
+            )
             elements.append(one if key in required else {"type": "optional", "content": one})
-        return _sequence(*elements)
+        return sequence_of(*elements)
 
     def pairs(
         self, equals: str, separator: str, schema: dict[str, Any] | None = None, depth: int = 0
@@ -293,7 +304,7 @@ class _Parameters:
         def pair(key: str, before: str = "") -> dict[str, Any]:
             self._room.take(_LEAST_CHARS)
             value = self._gemma(found[key], depth) if self._quote else self._json(found[key])
-            return _sequence(_text(f"{before}{key}{equals}"), value)
+            return sequence_of(text_part(f"{before}{key}{equals}"), value)
 
         def rest(keys: list[str]) -> list[dict[str, Any]]:
             pairs = [(key, pair(key, separator)) for key in keys]
@@ -304,11 +315,11 @@ class _Parameters:
         keys = list(found)
         for index, key in enumerate(keys):
             self._check_key(key, equals)
-            firsts.append(_sequence(pair(key), *rest(keys[index + 1 :])))
+            firsts.append(sequence_of(pair(key), *rest(keys[index + 1 :])))
             if key in required:
                 break
         if not required:
-            firsts.append(_text(""))
+            firsts.append(text_part(""))
         return {"type": "or", "elements": firsts}
 
     def _check_key(self, key: str, end: str) -> None:
@@ -345,12 +356,14 @@ class _Parameters:
         if kind in ("number", "integer", "boolean", "null"):
             return self._json(schema)
         if kind == "object" or (kind is None and "properties" in schema):
-            return _sequence(_text("{"), self.pairs(":", ",", schema, depth + 1), _text("}"))
+            return sequence_of(
+                text_part("{"), self.pairs(":", ",", schema, depth + 1), text_part("}")
+            )
         if kind == "array" or (kind is None and "items" in schema):
             item = self._gemma(schema.get("items"), depth + 1)
-            more = {"type": "star", "content": _sequence(_text(","), item)}
-            items = {"type": "optional", "content": _sequence(item, more)}
-            return _sequence(_text("["), items, _text("]"))
+            more = {"type": "star", "content": sequence_of(text_part(","), item)}
+            items = {"type": "optional", "content": sequence_of(item, more)}
+            return sequence_of(text_part("["), items, text_part("]"))
         listed = [schema["const"]] if "const" in schema else schema.get("enum")
         if listed is not None:
             return {"type": "or", "elements": self._listed(listed, kind)}
@@ -369,12 +382,12 @@ class _Parameters:
         if not isinstance(values, list) or any(isinstance(each, dict | list) for each in values):
             raise _unenforced("'enum' of other values than text, numbers, booleans and null")
         words = [each for each in values if isinstance(each, str)]
-        texts = [self._quoted(_text(_without_mark(each, self._quote))) for each in words]
-        others = [_text(json.dumps(each)) for each in values if not isinstance(each, str)]
+        texts = [self._quoted(text_part(_without_mark(each, self._quote))) for each in words]
+        others = [text_part(json.dumps(each)) for each in values if not isinstance(each, str)]
         return texts if kind == "string" else texts + others
 
     def _quoted(self, text: dict[str, Any]) -> dict[str, Any]:
-        return _sequence(_token(self._quote), text, _token(self._quote))
+        return sequence_of(token_part(self._quote), text, token_part(self._quote))
 
     def _target(self, reference: object) -> Any:
         """The schema that a reference leads to."""
@@ -421,13 +434,13 @@ def _arguments(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+def sequence_of(*elements: dict[str, Any]) -> dict[str, Any]:
     return {"type": "sequence", "elements": [*elements]}
 
 
-def _token(mark: str) -> dict[str, Any]:
+def token_part(mark: str) -> dict[str, Any]:
     return {"type": "token", "token": mark}
 
 
-def _text(value: str) -> dict[str, Any]:
+def text_part(value: str) -> dict[str, Any]:
     return {"type": "const_string", "value": value}
