@@ -145,8 +145,8 @@ class AuditLog:
 
     @asynccontextmanager
     async def counting(self) -> AsyncIterator[None]:
-        """Inside this context, the number of an address's further refusals is written soon after
-        the time for which it is counted, and at the end of the context."""
+        """Inside this context, refusals that are only counted get a line with their number once in
+        a while. At its end, the last ones get theirs."""
 
         async def write_counts() -> None:
             while True:
@@ -161,7 +161,8 @@ class AuditLog:
             self._write_counts(math.inf)
 
     def _write_counts(self, before_s: float) -> None:
-        """Count anew for the addresses whose first refusal came before this time."""
+        """Write how many refusals of an address had no line, where the first came before this time,
+        and count them anew."""
         while self._refused and next(iter(self._refused.values())).since_s < before_s:
             client, seen = self._refused.popitem(last=False)
             if seen.times > MAX_REFUSALS:

@@ -152,8 +152,9 @@ def has_room(node: Node, live: Live) -> bool:
 
 
 def too_short(live: Live, nodes: Mapping[str, Node], longest: int) -> frozenset[str]:
-    """The names of the nodes whose context has no room for a request. One that may fill the context
-    for which it was made, `longest`, ends where that of its node does."""
+    """The names of the nodes whose context has no room for a request's prompt and `max_tokens`.
+    `longest` is the context of the API that made it. A request that may fill that needs room for no
+    more than it has by now, and ends where its node's context does."""
     request = live.request
     needed = len(request.prompt_ids) + (request.params.max_tokens or longest)
     if needed >= longest:

@@ -232,8 +232,8 @@ class PlacedAdapters:
         return live.shunned | live.lacking | barred | too_short(live, nodes, self.longest)
 
     def unmet(self, live: Live, nodes: Mapping[str, Node]) -> WeftError | None:
-        """What a request fails with if none of the nodes that may serve its adapters is up, or none
-        that is there has room for it."""
+        """What a request fails with if no node that may serve its adapters is up, or no node has
+        room for it."""
         if nodes and too_short(live, nodes, self.longest) == nodes.keys():
             return EngineDead("the nodes of the fleet that are there have no room for the request")
         for digest in live.request.digests if self.pins else ():

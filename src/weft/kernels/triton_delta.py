@@ -249,7 +249,8 @@ def _run_decodes(
     read_NHE = y_TO.new_empty((N, H, E), dtype=torch.float32)
     part, inputs = min(PART, block_of(E)), (y_TO, *y.pending_tensors())
     grid = (N, H, cdiv(E, part))
-    # Few programs leave processors idle, and more warps read what they need in fewer turns.
+    # Few programs leave processors idle, so each may take more of one: with more warps, a wide part
+    # of a state leaves threads registers to read all else at once.
     is_wide = block_d >= 64 and part == PART
     warps = 4 if is_wide and math.prod(grid) <= 2 * processors(y_TO.device) else 2
     _decode[grid](

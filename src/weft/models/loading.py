@@ -370,8 +370,9 @@ def _stored_tensors(folder: Path, device: torch.device | str) -> Iterator[tuple[
 
 
 def sample_hash(args: ModelArgs) -> str:
-    """A hash of the first bytes of some tensors of each kind in a checkpoint that can be loaded,
-    however its tensors are divided among files; "" for random weights."""
+    """A hash of the first bytes of some tensors of each kind, which tells checkpoints of one shape
+    apart. It is the same however tensors are divided among files, and "" for random weights. The
+    checkpoint must be one that can be loaded."""
     if args.load_format == "dummy":
         return ""
     places: dict[str, tuple[Path, int, int]] = {}

@@ -61,7 +61,8 @@ class AdapterTokenizers:
         self._ignore = ignore
         self._by_name: dict[str, OwnTokenizer] = {}
         self._kept: OrderedDict[str, tuple[OwnTokenizer | None, int]] = OrderedDict()
-        """What was loaded, by a digest of the files, and what counts of MAX_KEPT_BYTES."""
+        """What was loaded, by a digest of the files, and the bytes that count towards
+        MAX_KEPT_BYTES."""
         self._lock = threading.Lock()
 
     def read(self, folder: Folder) -> dict[str, bytes]:
@@ -163,8 +164,8 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 
 _BESIDE_TOKENS = 1000
-"""How many signs of a token may have other meanings in a tokenizer's file, besides those within the
-base's own tokens."""
+"""In a tokenizer's file, the sign by which tokens are counted may also stand elsewhere: so often,
+and once more for each token of the base."""
 
 
 class _AddedToken(msgspec.Struct):
