@@ -24,7 +24,8 @@ from weft.checkpoint.kinds import sort_adapter
 from weft.checkpoint.read import files_of
 from weft.core.config import ModelArgs
 from weft.core.errors import AdapterInvalid, ConfigError
-from weft.kernels.delta import CHUNK, delta_chunk, delta_step, reference_gated_delta
+from weft.kernels.delta import CHUNK
+from weft.kernels.delta_rule import delta_chunk, delta_step, reference_gated_delta
 from weft.llm import RequestOutput
 from weft.models.blueprint import model_shard, target_table
 from weft.models.config import load_model_config
@@ -185,17 +186,17 @@ def test_norms_are_not_saved_with_those_of_linear_attention(tmp_path: Path) -> N
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(1, CHUNK), st.integers(0, 1 << 20))
-def test_a_chunk_is_its_tokens_one_by_one(length: int, seed: int) -> None:
+@given(st.integers(1, CHUNK), st.integers(0, 1 << 20), st.booleans())
+def test_a_chunk_is_its_tokens_one_by_one(length: int, seed: int, corrects: bool) -> None:
     torch.manual_seed(seed)
     q, k = (torch.nn.functional.normalize(torch.randn(length, 2, 5), dim=-1) for _ in range(2))
     v, state = torch.randn(length, 2, 3), torch.randn(2, 5, 3)
     g, b = -torch.rand(length, 2) * 3, torch.rand(length, 2)
-    want, after = reference_gated_delta(q, k, v, g, b, state)
-    got, state_after = delta_chunk(q, k, v, g, b, state)
+    want, after = reference_gated_delta(q, k, v, g, b, state, corrects)
+    got, state_after = delta_chunk(q, k, v, g, b, state, corrects=corrects)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(state_after, after, atol=1e-4, rtol=1e-4)
-    one, _ = delta_step(q[:1], k[:1], v[:1], g[:1], b[:1], state[None])
+    one, _ = delta_step(q[:1], k[:1], v[:1], g[:1], b[:1], state[None], corrects)
     torch.testing.assert_close(one[0], want[0], atol=1e-5, rtol=1e-5)
 
 

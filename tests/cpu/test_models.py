@@ -255,6 +255,24 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "granite4-without-rope-tied-bias": GraniteMoeHybridConfig(
         **SIZES, **NO_PAD, **GRANITE4, attention_bias=True, tie_word_embeddings=True
     ),
+    "granite4-hybrid": GraniteMoeHybridConfig(
+        **SIZES,
+        **NO_PAD,
+        **GRANITE4 | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        mamba_d_state=12,
+        residual_multiplier=0.5,
+    ),
+    "granite4-hybrid-groups": GraniteMoeHybridConfig(
+        **SIZES,
+        **NO_PAD,
+        **GRANITE4 | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+        mamba_d_state=8,
+        mamba_d_conv=2,
+        mamba_n_groups=2,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        tie_word_embeddings=True,
+    ),
     "glm": GlmConfig(**SIZES, **NO_PAD, head_dim=12, rms_norm_eps=1e-5),
     "glm4": Glm4Config(**SIZES, **NO_PAD, head_dim=16, rms_norm_eps=1e-5),
     "glm4-whole-rope-tied": Glm4Config(
@@ -566,7 +584,7 @@ def run_guessing(decoder: Decoder, prompts: list[list[int]], seed: int) -> list[
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3-next", pytest.param("qwen3.5", marks=pytest.mark.exhaustive)]
+    "name", ["qwen3-next", "granite4-hybrid", pytest.param("qwen3.5", marks=pytest.mark.exhaustive)]
 )
 def test_guesses_leave_recurrent_states_right(name: str, tmp_path: Path) -> None:
     model = make_model(CONFIGS[name])
@@ -947,7 +965,11 @@ def test_layer_types_that_disagree_are_refused(
         ("gemma4", "rope_parameters", {}),
         ("granite", "residual_multiplier", math.inf),
         ("granite", "logits_scaling", 0.0),
-        ("granite4", "layer_types", ["attention", "mamba", "attention"]),
+        ("granite4", "layer_types", ["attention", "mamba", "moe"]),
+        ("granite4-hybrid", "layer_types", ["mamba"] * 3),
+        ("granite4-hybrid", "time_step_limit", [0.0, 0.1]),
+        ("granite4-hybrid", "mamba_d_state", 0),
+        ("granite4-hybrid", "mamba_n_groups", 3),
         ("granite4", "num_local_experts", 2),
         ("granite4", "num_local_experts", None),
         ("granite4", "shared_intermediate_size", 0),

@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton's interpreter, against the same in plain torch."""
+"""The gated delta rule and Mamba 2 in Triton's interpreter, against the same in plain torch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("by_key_head", "chunk", "most"),
+    ("by_key_head", "mamba", "chunk", "most"),
     [
-        pytest.param(False, 16, 18, id="by kind", marks=pytest.mark.exhaustive),
-        pytest.param(True, 16, 18, id="by key head"),
-        pytest.param(True, delta.CHUNK, 55, id="both halves of a chunk"),
+        pytest.param(False, False, 16, 18, id="by kind", marks=pytest.mark.exhaustive),
+        pytest.param(True, False, 16, 18, id="by key head"),
+        pytest.param(True, False, delta.CHUNK, 55, id="both halves of a chunk"),
+        pytest.param(False, True, 16, 18, id="Mamba 2"),
     ],
 )
 def test_kernels_match_plain_torch(
-    by_key_head: bool, chunk: int, most: int, monkeypatch: pytest.MonkeyPatch
+    by_key_head: bool, mamba: bool, chunk: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (delta, triton_delta_chunks):
         monkeypatch.setattr(module, "CHUNK", chunk)
@@ -37,7 +38,7 @@ def test_kernels_match_plain_torch(
         for name in ("PREPARES", "SCANS", "SHORT_RUNS"):
             monkeypatch.setattr(triton_delta_chunks, name, 1)
     torch.manual_seed(0)
-    shape, layer = make_layer(by_key_head)
+    shape, layer = make_layer(by_key_head, mamba=mamba)
     device = torch.device("cpu")
     ours = [Ops(), TritonOps(device)]
     found = run_mixed(shape, layer, most, [(ops, device, torch.float32) for ops in ours])
@@ -67,13 +68,14 @@ def test_a_decode_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(own.delta[[3, 0, 4][row]], cache.delta[[3, 0, 4][row]])
 
 
+@pytest.mark.parametrize("mamba", [False, True], ids=["delta rule", "Mamba 2"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain torch", "fused"])
-def test_guesses_leave_no_trace(fused: bool) -> None:
+def test_guesses_leave_no_trace(fused: bool, mamba: bool) -> None:
     """With right and wrong guesses, decodes of two sequences read the same as one by one, and to
     the bit in fused kernels."""
     torch.manual_seed(0)
     device = torch.device("cpu")
     ops, off = (TritonOps(device), 0.0) if fused else (Ops(), 1e-5)
-    shape, layer = make_layer(by_key_head=True)
+    shape, layer = make_layer(by_key_head=not mamba, mamba=mamba)
     for got, want in read_with_guesses(shape, layer, ops, device, torch.float32):
         torch.testing.assert_close(got, want, atol=off, rtol=off)

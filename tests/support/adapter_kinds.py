@@ -117,11 +117,12 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "granite4": GraniteMoeHybridConfig(
         **SIZES,
         pad_token_id=None,
-        layer_types=["full_attention"] * 2,
+        layer_types=["linear_attention", "full_attention"],
         position_embedding_type="rope",
         num_local_experts=0,
         shared_intermediate_size=SIZES["intermediate_size"],
         mamba_n_heads=4,
+        mamba_d_state=8,
         embedding_multiplier=3.0,
         residual_multiplier=0.22,
         attention_multiplier=0.25,
@@ -222,6 +223,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 IN_FOUR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 LINEAR = {
+    "granite4": ["in_proj", "out_proj"],
     "qwen3.5": IN_FOUR,
     "qwen3.5-moe": [*IN_FOUR, "shared_expert_gate"],
     "qwen3-next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],

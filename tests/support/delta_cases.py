@@ -19,30 +19,33 @@ NUM_STATES = 10
 
 
 def make_layer(
-    by_key_head: bool, key_dim: int = 8, value_dim: int = 16
+    by_key_head: bool, key_dim: int = 8, value_dim: int = 16, mamba: bool = False
 ) -> tuple[LinearConfig, DeltaLayer]:
-    shape = LinearConfig((True,), 2, 4, key_dim, value_dim, 4, by_key_head)
+    shape = LinearConfig((True,), 2, 4, key_dim, value_dim, 4, by_key_head, mamba)
     layer = DeltaLayer(
         conv_WC=torch.randn(4, shape.channels),
         log_a_H=torch.randn(4),
         dt_bias_H=torch.randn(4),
-        norm_E=torch.rand(value_dim) + 0.5,
+        norm_E=None if mamba else torch.rand(value_dim) + 0.5,
         eps=1e-6,
         num_keys=2,
         num_values=4,
         key_dim=key_dim,
         value_dim=value_dim,
         columns=columns_of(shape),
+        skip_H=torch.randn(4) if mamba else None,
+        bias_C=torch.randn(shape.channels) if mamba else None,
     )
     return shape, layer
 
 
 def placed(layer: DeltaLayer, device: torch.device, dtype: torch.dtype) -> DeltaLayer:
     """The layer with its weights there, in this precision."""
+    names = "conv_WC", "norm_E", "skip_H", "bias_C"
+    found = {name: getattr(layer, name) for name in names}
     return replace(
         layer,
-        conv_WC=layer.conv_WC.to(device, dtype),
-        norm_E=layer.norm_E.to(device, dtype),
+        **{name: None if w is None else w.to(device, dtype) for name, w in found.items()},
         log_a_H=layer.log_a_H.to(device),
         dt_bias_H=layer.dt_bias_H.to(device),
     )

@@ -56,7 +56,8 @@ FAMILIES = """\
   experts. Experts have rows of their own.
 - In Phi 3, q, k and v are one projection, and so are gate and up; in GLM 4 and Granite 4,
   only gate and up are.
-- In Qwen 3.5, its mixture and Qwen 3 Next, the kinds apply to linear attention too.
+- In Qwen 3.5, its mixture and Qwen 3 Next, the kinds apply to linear attention too, and in Granite
+  4 to Mamba layers.
 - `bias` applies to the biases that Qwen 2 and GLM 4 have. Those of gpt-oss can't be replaced,
   because `peft` saves the biases of its experts with them.
 - (IA)³ of the head needs a head that is not tied to the embedding.

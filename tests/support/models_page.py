@@ -126,11 +126,11 @@ ROWS = [
     Row("OLMo 3", "olmo3", ("Olmo3",), tools="`olmo3`", reasoning=THINK),
     Row("Granite 3", "granite", ("Granite",), tools="`granite`"),
     Row(
-        "Granite 4 dense",
+        "Granite 4",
         "granite4",
         ("GraniteMoeHybrid",),
         tools="`hermes`",
-        limits="no Mamba layers, no experts",
+        limits="no experts",
     ),
     Row(
         "GLM 4 dense",

@@ -1,6 +1,6 @@
-"""Linear attention by the gated delta rule, and the short convolution before it, over a state that
-each sequence keeps between steps. Here in plain torch, for any device; `weft.kernels.triton_delta`
-has fused kernels.
+"""Linear attention by the gated delta rule or as in Mamba 2, and the short convolution before it,
+over a state that each sequence keeps between steps. Here in plain torch, for any device;
+`weft.kernels.triton_delta` has fused kernels.
 
 Shapes: T token rows, S sequences, G key heads, H value heads, D size of a key, E size of a value,
 C channels of the convolution, W its width, R tokens whose inputs are kept, L tokens of a chunk, O
@@ -13,6 +13,14 @@ q, decay g <= 0 and strength b changes it and reads it:
     state += k (b (v - k^T state))^T
     out    = q^T state
 
+In Mamba 2, tokens do not correct what their keys give already. The strength there is the size of a
+time step, from which the decay follows too, and a head's output also has a share, the skip, of the
+token's own value:
+
+    state *= exp(g)
+    state += k (b v)^T
+    out    = q^T state + skip v
+
 A state never includes a token that may turn out wrong. The first row of a decode is always right,
 and guesses may follow it. The state is stored as it is after the first row, and the inputs of all
 rows are stored beside it. The next step first updates the state by the stored inputs of guesses
@@ -23,7 +31,8 @@ that were right, and then by its own first row:
     the next              (6   7)[8   9]    6 and 7 were right, the token at 8 was not: lag 2,
                                             and the state holds 0 to 8
 
-Reference: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.
+References: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024; and for Mamba 2 Dao, Gu,
+"Transformers are SSMs", 2024, where queries, keys and values are called C, B and x.
 """
 
 from __future__ import annotations
@@ -40,6 +49,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core.units import SHORT
+from weft.kernels.delta_rule import delta_chunk, delta_step
 
 CHUNK = 64
 """How many tokens of a prompt have their changes of the state computed together."""
@@ -86,7 +96,8 @@ class DeltaLayer:
     """fp32. This and `dt_bias_H` are the parameters of the heads' decays."""
     dt_bias_H: Tensor
     """fp32."""
-    norm_E: Tensor
+    norm_E: Tensor | None
+    """The weights of each head's norm; None in Mamba 2, whose norm over heads comes later."""
     eps: float
     num_keys: int
     """G"""
@@ -95,6 +106,11 @@ class DeltaLayer:
     key_dim: int
     value_dim: int
     columns: Columns
+    """In Mamba 2, those of the strengths are those of the decays."""
+    skip_H: Tensor | None = None
+    """The heads' skips in Mamba 2; None: this is the gated delta rule."""
+    bias_C: Tensor | None = None
+    """Of the convolution."""
 
 
 class StateWork(NamedTuple):
@@ -269,11 +285,11 @@ class StateTokens(NamedTuple):
 def gated_delta(
     y_TO: Tensor, layer: DeltaLayer, cache: StateCache, rows: StateRows, positions_T: Tensor
 ) -> Tensor:
-    """All of a layer between its projections: the convolution, the delta rule and the gated norm,
+    """All of a layer between its projections: the convolution, the state's rule and the gated norm,
     (T, H E). Updates the sequences' states.
 
     Queries and keys are normed to length 1, and queries divided by sqrt(D). What the state gives is
-    normed by head and multiplied by silu(z).
+    normed by head and multiplied by silu(z). In Mamba 2, none of these are normed, nor divided.
     """
     G, H, D, E = layer.num_keys, layer.num_values, layer.key_dim, layer.value_dim
     q, k, v, z, b, a = layer.columns
@@ -287,27 +303,37 @@ def gated_delta(
     own = [part.flatten(1) for part in (of(q, D), of(k, D), of(v, share * E), of(b, share))]
     x_TO = torch.cat([*own, of(a, share).flatten(1)], 1)
     x_NO, positions_N = rows.tokens.with_lacking(x_TO, positions_T, cache)
-    x_NC = _causal_conv(x_NO[:, : -2 * H], layer.conv_WC, cache, rows.tokens, positions_N)
+    x_NC = _causal_conv(x_NO[:, : -2 * H], layer, cache, rows.tokens, positions_N)
     rows.tokens.keep(x_TO, positions_T, cache, len(layer.conv_WC))
     q_NGD, k_NGD, v_NO = x_NC.split_with_sizes((G * D, G * D, H * E), 1)
-    q_NHD = _unit(q_NGD.reshape(-1, G, D)).repeat_interleave(share, 1) * D**-0.5
-    k_NHD = _unit(k_NGD.reshape(-1, G, D)).repeat_interleave(share, 1)
+    q_NGD, k_NGD = (x.reshape(-1, G, D).float() for x in (q_NGD, k_NGD))
     v_NHE = v_NO.reshape(-1, H, E).float()
     b_NH, a_NH = x_NO[:, -2 * H :].float().split_with_sizes((H, H), 1)
-    g_NH = -layer.log_a_H.exp() * F.softplus(a_NH + layer.dt_bias_H)
-    terms = _Terms(q_NHD, k_NHD, v_NHE, g_NH, b_NH.sigmoid())
-    out_THE = _delta_rule(terms, cache, rows.tokens, positions_T)[: len(y_TO)]
-    normed_THE = F.rms_norm(out_THE, (E,), layer.norm_E.float(), layer.eps)
+    time_NH = F.softplus(a_NH + layer.dt_bias_H)
+    if layer.skip_H is None:
+        q_NGD, k_NGD, b_NH = _unit(q_NGD) * D**-0.5, _unit(k_NGD), b_NH.sigmoid()
+    else:
+        b_NH = time_NH
+    q_NHD, k_NHD = (x.repeat_interleave(share, 1) for x in (q_NGD, k_NGD))
+    terms = _Terms(q_NHD, k_NHD, v_NHE, -layer.log_a_H.exp() * time_NH, b_NH)
+    corrects = layer.skip_H is None
+    out_THE = _through_states(terms, corrects, cache, rows.tokens, positions_T)[: len(y_TO)]
+    if layer.skip_H is not None:
+        out_THE += layer.skip_H.float()[:, None] * v_NHE[: len(y_TO)]
+    if layer.norm_E is not None:
+        out_THE = F.rms_norm(out_THE, (E,), layer.norm_E.float(), layer.eps)
     gate_TO = of(z, share * E).flatten(1).float()
-    return (normed_THE.flatten(1) * F.silu(gate_TO)).to(y_TO.dtype)
+    return (out_THE.flatten(1) * F.silu(gate_TO)).to(y_TO.dtype)
 
 
 def _causal_conv(
-    x_NC: Tensor, weight_WC: Tensor, cache: StateCache, tokens: StateTokens, positions_N: Tensor
+    x_NC: Tensor, layer: DeltaLayer, cache: StateCache, tokens: StateTokens, positions_N: Tensor
 ) -> Tensor:
     """SiLU of each channel's convolution over the last W tokens of the sequence, (N, C)."""
-    C, row_N = x_NC.shape[1], torch.arange(len(x_NC))
+    C, row_N, weight_WC = x_NC.shape[1], torch.arange(len(x_NC)), layer.conv_WC
     y_NC = x_NC * weight_WC[-1]
+    if layer.bias_C is not None:
+        y_NC += layer.bias_C
     for back in range(1, len(weight_WC)):
         kept_NC = cache.inputs[tokens.source_N, (positions_N - back) % cache.num_kept, :C]
         if not tokens.alone:
@@ -331,40 +357,44 @@ class _Terms(NamedTuple):
         return _Terms._make(part[tokens] for part in self)
 
 
-def _delta_rule(
-    terms: _Terms, cache: StateCache, tokens: StateTokens, positions_T: Tensor
+def _through_states(
+    terms: _Terms, corrects: bool, cache: StateCache, tokens: StateTokens, positions_T: Tensor
 ) -> Tensor:
-    """What tokens read from their sequences' states, (N, H, E). Updates the states. All in fp32."""
+    """What tokens read from their sequences' states, (N, H, E). Updates the states. All in fp32.
+    `corrects`: whether it is the delta rule, by which a token corrects what its key gives."""
     out_NHE = torch.empty_like(terms.v_NHE)
     row_D, state_D = tokens.row_D, tokens.state_D
     if tokens.most > (0, 1):
         alone_D = (tokens.lag_D == 0) & (tokens.count_D == 1)
-        _with_guesses(terms, cache, tokens, positions_T, ~alone_D, out_NHE)
+        _with_guesses(terms, corrects, cache, tokens, positions_T, ~alone_D, out_NHE)
         row_D, state_D = row_D[alone_D], state_D[alone_D]
     if len(row_D):
         begins_D = (positions_T[row_D] == 0)[:, None, None, None]
         state_DHDE = cache.delta[state_D].masked_fill(begins_D, 0)
-        out_NHE[row_D], cache.delta[state_D] = delta_step(*terms.at(row_D), state_DHDE)
+        of_rows = terms.at(row_D)
+        out_NHE[row_D], cache.delta[state_D] = delta_step(*of_rows, state_DHDE, corrects)
     for first, count, source, state, *_ in tokens.runs:
         state_HDE = cache.delta[source]
         if positions_T[first] == 0:
             state_HDE = torch.zeros_like(state_HDE)
         for start in range(first, first + count, CHUNK):
             part = slice(start, min(start + CHUNK, first + count))
-            out_NHE[part], state_HDE = delta_chunk(*terms.at(part), state_HDE)
+            of_part = terms.at(part)
+            out_NHE[part], state_HDE = delta_chunk(*of_part, state_HDE, corrects=corrects)
         cache.delta[state] = state_HDE
     return out_NHE
 
 
 def _with_guesses(
     terms: _Terms,
+    corrects: bool,
     cache: StateCache,
     tokens: StateTokens,
     positions_T: Tensor,
     wanted_D: Tensor,
     out_NHE: Tensor,
 ) -> None:
-    """The delta rule for the decodes that are wanted. Their tokens are computed as one chunk, in
+    """The same for the decodes that are wanted. Their tokens are computed as one chunk, in
     which each head of each decode is a head of its own. Shorter ones are filled up at the end."""
     kept_D = len(positions_T) + tokens.lag_D.cumsum(0) - tokens.lag_D
     of_decodes = tokens.row_D, tokens.state_D, tokens.count_D, tokens.lag_D, kept_D
@@ -378,68 +408,9 @@ def _with_guesses(
     state_HDE = cache.delta[state_D].masked_fill(begins_D, 0).flatten(0, 1)
     heads = len(row_D), terms.g_NH.shape[1]
     last_H = lag_D.repeat_interleave(heads[1])  # no state takes a guess
-    out_LHE, state_HDE = delta_chunk(q, k, v, g, b, state_HDE, last_H)
+    out_LHE, state_HDE = delta_chunk(q, k, v, g, b, state_HDE, last_H, corrects)
     out_NHE[at_LD[is_there_LD]] = out_LHE.reshape(-1, *heads, out_LHE.shape[2])[is_there_LD]
     cache.delta[state_D] = state_HDE.view(*heads, *state_HDE.shape[1:])
-
-
-def delta_step(
-    q_NHD: Tensor, k_NHD: Tensor, v_NHE: Tensor, g_NH: Tensor, b_NH: Tensor, state_NHDE: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One token of each of N sequences: what it reads, (N, H, E), and the states after it. All in
-    fp32."""
-    state_NHDE = state_NHDE * g_NH.exp()[..., None, None]
-    told_NHE = torch.einsum("nhd,nhde->nhe", k_NHD, state_NHDE)
-    change_NHE = (v_NHE - told_NHE) * b_NH[..., None]
-    state_NHDE = state_NHDE + k_NHD[..., :, None] * change_NHE[..., None, :]
-    return torch.einsum("nhd,nhde->nhe", q_NHD, state_NHDE), state_NHDE
-
-
-def delta_chunk(
-    q_LHD: Tensor,
-    k_LHD: Tensor,
-    v_LHE: Tensor,
-    g_LH: Tensor,
-    b_LH: Tensor,
-    state_HDE: Tensor,
-    last_H: Tensor | int = -1,
-) -> tuple[Tensor, Tensor]:
-    """L consecutive tokens of one sequence: what each reads, (L, H, E), and the state after them,
-    or in each head after the token `last_H`. All in fp32.
-
-    The changes that the tokens make depend on each other, which is a triangular system of equations
-    for all of them: change_i = b_i (v_i - k_i^T (decayed state + sum over j < i of decayed k_j
-    change_j^T)).
-    """
-    q, k, v = (x.transpose(0, 1) for x in (q_LHD, k_LHD, v_LHE))  # heads first
-    g_HL, b_HL1 = g_LH.t().cumsum(1), b_LH.t()[..., None]
-    later_LL = torch.ones(len(q_LHD), len(q_LHD), dtype=torch.bool, device=q.device).triu(1)
-    decay_HLL = (g_HL[:, :, None] - g_HL[:, None, :]).masked_fill(later_LL, -torch.inf).exp()
-    from_state_HL1 = g_HL.exp()[..., None]
-    system_HLL = (b_HL1 * (k @ k.mT) * decay_HLL).tril(-1)
-    wanted_HLE = b_HL1 * (v - from_state_HL1 * (k @ state_HDE))
-    change_HLE = torch.linalg.solve_triangular(
-        system_HLL, wanted_HLE, upper=False, unitriangular=True
-    )
-    out_HLE = from_state_HL1 * (q @ state_HDE) + ((q @ k.mT) * decay_HLL) @ change_HLE
-    last = torch.arange(len(k)), last_H
-    to_end_HL1, from_state_H1 = decay_HLL[last][..., None], from_state_HL1[last]
-    state_HDE = state_HDE * from_state_H1[..., None] + (k * to_end_HL1).mT @ change_HLE
-    return out_HLE.transpose(0, 1), state_HDE
-
-
-def reference_gated_delta(
-    q_LHD: Tensor, k_LHD: Tensor, v_LHE: Tensor, g_LH: Tensor, b_LH: Tensor, state_HDE: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The oracle of `delta_chunk`: token by token."""
-    outs: list[Tensor] = []
-    state = state_HDE.clone()
-    for q, k, v, g, b in zip(q_LHD, k_LHD, v_LHE, g_LH, b_LH, strict=True):
-        state *= g.exp()[:, None, None]
-        told = (k[:, :, None] * state).sum(1)
-        state += k[:, :, None] * (b[:, None] * (v - told))[:, None, :]
-        outs.append((q[:, :, None] * state).sum(1))
-    return torch.stack(outs), state
 
 
 def _unit(x_THD: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The gated delta rule as Triton kernels; see `weft.kernels.delta` for what is computed.
+"""The gated delta rule and Mamba 2 as Triton kernels; see `weft.kernels.delta` for what is
+computed.
 
 Decodes take one kernel for all up to the gated norm, and one for that; chunks of prompts take
 those of `weft.kernels.triton_delta_chunks`. Programs find rows and states through the
@@ -24,9 +25,15 @@ from weft.kernels.triton_base import (
     starts_early,
     with_pending,
 )
-from weft.kernels.triton_delta_chunks import block_of, run_chunks, sizes_of
+from weft.kernels.triton_delta_chunks import (
+    block_of,
+    convolution_of,
+    norm_or_skip,
+    run_chunks,
+    sizes_of,
+)
 from weft.kernels.triton_delta_short import gated_norm, keep_inputs, silu
-from weft.kernels.triton_delta_solve import decay
+from weft.kernels.triton_delta_solve import decay, time_step
 
 PART = 64
 """Columns of a state that one program of a decode has: what was fastest on an H200, 82 us for 64
@@ -35,13 +42,16 @@ rows of a Qwen3.5-9B layer with 2 warps, where parts of 32 with 4 warps take 111
 
 @triton.jit
 def _convolved(
-    y_at, add_at, has, kept_at, weight_at, position, first, c, size, y_stride, C,
-    H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, PENDING: tl.constexpr,
+    y_at, add_at, has, kept_at, weight_at, bias_at, position, first, c, size, y_stride, C,
+    H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr, PENDING: tl.constexpr,
 ):  # fmt: skip
     """The activated convolution of the channels c < size of a decode's token at `position`. Rows
     begin at the position `first`; of what is ahead of that, inputs are kept. The pointers are those
-    of each channel: of the first row, of what is kept for the state and of the weights."""
+    of each channel: of the first row, of what is kept for the state, of the weights and the
+    bias."""
     y = tl.zeros(c.shape, tl.float32)
+    if BIAS:
+        y += tl.load(bias_at, mask=c < size, other=0.0).to(tl.float32)
     for back in tl.static_range(W):
         is_row = position - back >= first
         ok = c < tl.where(is_row, size, 0)
@@ -75,6 +85,8 @@ def _decode(
     kept_ptr,
     delta_ptr,
     weight_ptr,
+    bias_ptr,
+    skip_ptr,
     log_a_ptr,
     dt_bias_ptr,
     decodes_ptr,
@@ -90,6 +102,8 @@ def _decode(
     R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PART: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAMBA: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -116,6 +130,8 @@ def _decode(
     first = tl.load(position_ptr + row).to(tl.int32)
     log_a = tl.load(log_a_ptr + h)
     dt_bias = tl.load(dt_bias_ptr + h)
+    if MAMBA:
+        skip = tl.load(skip_ptr + h).to(tl.float32)
     # No kernel since the step before has written the state.
     state_at = delta_ptr + ((state * H + h) * D + d[:, None]) * E + e[None, :]
     within = (d < D)[:, None] & (e < E)[None, :]
@@ -137,31 +153,41 @@ def _decode(
     for nth in tl.range(-lag, count, disable_licm=True):
         position = first + nth
         q = _convolved(
-            y_row + q_c, add_row + q_c, has, kept + q_at, weight_ptr + q_at,
-            position, first, d, D, y_stride, C, H, W, R, PENDING,
+            y_row + q_c, add_row + q_c, has, kept + q_at, weight_ptr + q_at, bias_ptr + q_at,
+            position, first, d, D, y_stride, C, H, W, R, BIAS, PENDING,
         )  # fmt: skip
         k = _convolved(
-            y_row + k_c, add_row + k_c, has, kept + k_at, weight_ptr + k_at,
-            position, first, d, D, y_stride, C, H, W, R, PENDING,
+            y_row + k_c, add_row + k_c, has, kept + k_at, weight_ptr + k_at, bias_ptr + k_at,
+            position, first, d, D, y_stride, C, H, W, R, BIAS, PENDING,
         )  # fmt: skip
         v = _convolved(
-            y_row + v_c, add_row + v_c, has, kept + v_at, weight_ptr + v_at,
-            position, first, e, E, y_stride, C, H, W, R, PENDING,
+            y_row + v_c, add_row + v_c, has, kept + v_at, weight_ptr + v_at, bias_ptr + v_at,
+            position, first, e, E, y_stride, C, H, W, R, BIAS, PENDING,
         )  # fmt: skip
-        q *= 1 / tl.sqrt((tl.sum(q * q) + 1e-6) * D)
-        k *= 1 / tl.sqrt(tl.sum(k * k) + 1e-6)
+        if not MAMBA:
+            q *= 1 / tl.sqrt((tl.sum(q * q) + 1e-6) * D)
+            k *= 1 / tl.sqrt(tl.sum(k * k) + 1e-6)
         of_head = kept + position % R * (C + 2 * H) + C + h
-        b = _of_head(y_row + b_c, add_row + b_c, has, of_head, position, first, y_stride, PENDING)
+        if not MAMBA:
+            b = _of_head(
+                y_row + b_c, add_row + b_c, has, of_head, position, first, y_stride, PENDING
+            )
         a = _of_head(
             y_row + a_c, add_row + a_c, has, of_head + H, position, first, y_stride, PENDING
         )
         S *= tl.exp(decay(a, log_a, dt_bias))
-        told = tl.sum(k[:, None] * S, 0)
-        S += k[:, None] * ((v - told) / (1 + tl.exp(-b)))[None, :]
+        if MAMBA:
+            change = v * time_step(a, dt_bias)
+        else:
+            change = (v - tl.sum(k[:, None] * S, 0)) / (1 + tl.exp(-b))
+        S += k[:, None] * change[None, :]
         if nth == 0:  # what comes after may be wrong
             tl.store(state_at, S, mask=within)
         read_at = read_ptr + ((n + nth) * H + h) * E + e
-        tl.store(read_at, tl.sum(q[:, None] * S, 0), mask=e < tl.where(nth < 0, 0, E))
+        read = tl.sum(q[:, None] * S, 0)
+        if MAMBA:
+            read += skip * v
+        tl.store(read_at, read, mask=e < tl.where(nth < 0, 0, E))
 
 
 @triton.jit
@@ -172,7 +198,7 @@ def _give_out(
     read_ptr,
     out_ptr,
     kept_ptr,
-    norm_ptr,
+    norm_or_skip_ptr,
     decodes_ptr,
     position_ptr,
     y_stride,
@@ -186,6 +212,7 @@ def _give_out(
     R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    MAMBA: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -208,8 +235,8 @@ def _give_out(
         has = tl.load(add_slot_ptr + row, mask=known, other=-1) >= 0
     x = tl.load(read_ptr + (n * H + h) * E + e[None, :], mask=ok, other=0.0)
     x = gated_norm(
-        x, y_ptr, add_ptr, norm_ptr, row, has[:, None], ok, h, y_stride, eps,
-        COLUMNS, G, H, E, PENDING,
+        x, y_ptr, add_ptr, norm_or_skip_ptr, row, has[:, None], ok, h, y_stride, eps,
+        COLUMNS, G, H, E, MAMBA, PENDING,
     )  # fmt: skip
     out_at = out_ptr + (row * H + h)[:, None] * E + e[None, :]
     tl.store(out_at, x, mask=(row >= 0)[:, None] & (e < E)[None, :])
@@ -245,7 +272,7 @@ def _run_decodes(
     options = launch_options(starts_early(y_TO.device))
     block_d = block_of(layer.key_dim)
     sizes = {**sizes_of(layer, y), "R": cache.num_kept, "BLOCK_D": block_d}
-    W, C = layer.conv_WC.shape
+    (W, C), own = layer.conv_WC.shape, norm_or_skip(layer)
     read_NHE = y_TO.new_empty((N, H, E), dtype=torch.float32)
     part, inputs = min(PART, block_of(E)), (y_TO, *y.pending_tensors())
     grid = (N, H, cdiv(E, part))
@@ -254,11 +281,11 @@ def _run_decodes(
     is_wide = block_d >= 64 and part == PART
     warps = 4 if is_wide and math.prod(grid) <= 2 * processors(y_TO.device) else 2
     _decode[grid](
-        *inputs, read_NHE, cache.inputs, cache.delta, layer.conv_WC, layer.log_a_H,
-        layer.dt_bias_H, decodes, positions_T, y_TO.stride(0), C,
-        **sizes, W=W, PART=part, num_warps=warps, **options,
+        *inputs, read_NHE, cache.inputs, cache.delta, *convolution_of(layer), own,
+        layer.log_a_H, layer.dt_bias_H, decodes, positions_T, y_TO.stride(0), C,
+        **sizes, W=W, PART=part, BIAS=layer.bias_C is not None, num_warps=warps, **options,
     )  # fmt: skip
     _give_out[N, H](
-        *inputs, read_NHE, out_TO, cache.inputs, layer.norm_E, decodes, positions_T,
+        *inputs, read_NHE, out_TO, cache.inputs, own, decodes, positions_T,
         y_TO.stride(0), C, layer.eps, **sizes, BLOCK_E=block_of(E), num_warps=1, **options,
     )  # fmt: skip

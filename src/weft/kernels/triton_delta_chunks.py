@@ -14,8 +14,9 @@ M_ij = b_i exp(g_i - g_j) k_i^T k_j for j < i, where g is summed up from the chu
 
     change = (I + M)^-1 (b v - b exp(g) k S) = u - w S
 
-so that u and w need not wait for S. A token reads the state ahead of its chunk, and the changes
-that the tokens from the chunk's first one to itself make.
+so that u and w need not wait for S. In Mamba 2, a change is b v: M and w are zero. A token reads
+the state ahead of its chunk, and the changes that the tokens from the chunk's first one to itself
+make.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def _prepare(
     qkv_ptr,
     kept_ptr,
     weight_ptr,
+    bias_ptr,
     chunks_ptr,
     position_ptr,
     num_chunks,
@@ -73,12 +75,14 @@ def _prepare(
     L: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAMBA: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """qkv (T, C) = queries and keys of length 1 (queries divided by sqrt(D)) and values. A part
-    is ROWS rows of a chunk. Programs (N, 2 G + H), each for every N-th part, and of that for a key
-    head's queries, its keys, or a value head."""
+    """qkv (T, C) = queries and keys of length 1 (queries divided by sqrt(D)) and values; in Mamba
+    2, queries and keys stay as they are. A part is ROWS rows of a chunk. Programs (N, 2 G + H),
+    each for every N-th part, and of that for a key head's queries, its keys, or a value head."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     parts: tl.constexpr = L // ROWS
@@ -110,6 +114,8 @@ def _prepare(
             if PDL:
                 tl.extra.cuda.gdc_wait()
             y = tl.zeros((ROWS, BLOCK), tl.float32)
+            if BIAS:
+                y += tl.load(bias_ptr + channel + c, mask=c < size, other=0.0).to(tl.float32)
             for back in tl.static_range(W):
                 here = (t < count) & (before + t >= back)
                 ok_here = here[:, None] & in_size
@@ -130,7 +136,7 @@ def _prepare(
                 weight = tl.load(w_at, mask=c < size, other=0.0).to(tl.float32)
                 y += x.to(tl.float32) * weight[None, :]
             y = silu(y)
-            if n < 2 * G:
+            if not MAMBA and n < 2 * G:
                 scale = 1 / tl.sqrt(tl.sum(y * y, 1) + 1e-6)
                 if n < G:
                     scale *= 1 / tl.sqrt(D * 1.0)
@@ -163,6 +169,7 @@ def _scan(
     SHORT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PART: tl.constexpr,
+    MAMBA: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """The changes that tokens make, over u, and the states before (chunks, H, D, E) each chunk; the
@@ -194,16 +201,18 @@ def _scan(
                 ok_e = ok[:, None] & (e < E)[None, :]
                 k_at = qkv_ptr + row[:, None] * C + (G + group) * D + d[None, :]
                 k = tl.load(k_at, mask=ok_d, other=0.0)
-                w = tl.load(w_ptr + (row * H + h)[:, None] * D + d[None, :], mask=ok_d, other=0.0)
+                w_at = w_ptr + (row * H + h)[:, None] * D + d[None, :]
                 u_at = u_ptr + (row * H + h)[:, None] * E + e[None, :]
                 u = tl.load(u_at, mask=ok_e, other=0.0)
                 g = tl.load(g_ptr + row * H + h, mask=ok, other=0.0)
                 last = tl.min(g)  # it only ever falls
                 narrow = S.to(k.dtype)
                 tl.store(before_ptr + (chunk * H + h) * D * E + of_head, narrow, mask=within)
-                told = dot(w, narrow, tl.zeros((L, PART), tl.float32), EXACT)
-                change = u.to(tl.float32) - told
-                tl.store(u_at, change, mask=ok_e)
+                change = u.to(tl.float32)
+                if not MAMBA:
+                    w = tl.load(w_at, mask=ok_d, other=0.0)
+                    change -= dot(w, narrow, tl.zeros((L, PART), tl.float32), EXACT)
+                    tl.store(u_at, change, mask=ok_e)
                 change *= tl.where(ok, tl.exp(last - g), 0.0)[:, None]
                 S = dot(tl.trans(k), change.to(k.dtype), S * tl.exp(last), EXACT)
                 chunk += 1
@@ -223,7 +232,7 @@ def _read(
     before_ptr,
     out_ptr,
     kept_ptr,
-    norm_ptr,
+    norm_or_skip_ptr,
     chunks_ptr,
     position_ptr,
     y_stride,
@@ -239,6 +248,7 @@ def _read(
     L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    MAMBA: tl.constexpr,
     PENDING: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -273,12 +283,16 @@ def _read(
     scores = tl.where(seen, scores * decays, 0.0)
     x = dot(q, S, tl.zeros((L, BLOCK_E), tl.float32), EXACT) * tl.exp(g)[:, None]
     x = dot(scores.to(q.dtype), change, x, EXACT)
+    if MAMBA:
+        v_at = qkv_ptr + row[:, None] * C + 2 * G * D + h * E + e[None, :]
+        v = tl.load(v_at, mask=ok_e, other=0.0).to(tl.float32)
+        x += tl.load(norm_or_skip_ptr + h).to(tl.float32) * v
     has = ok
     if PENDING:
         has = tl.load(add_slot_ptr + row, mask=ok, other=-1) >= 0
     x = gated_norm(
-        x, y_ptr, add_ptr, norm_ptr, row, has[:, None], ok_e, h, y_stride, eps,
-        COLUMNS, G, H, E, PENDING,
+        x, y_ptr, add_ptr, norm_or_skip_ptr, row, has[:, None], ok_e, h, y_stride, eps,
+        COLUMNS, G, H, E, MAMBA, PENDING,
     )  # fmt: skip
     tl.store(out_ptr + at, x, mask=ok_e)
     if left - W < count:
@@ -312,8 +326,9 @@ def run_chunks(
     rows = min(ROWS, CHUNK)
     num_parts, num_heads = num_chunks * (CHUNK // rows), 2 * layer.num_keys + H
     _prepare[at_once(num_parts, num_heads, PREPARES), num_heads](
-        *read, qkv_TC, cache.inputs, layer.conv_WC, work.chunks, positions_T, num_chunks, stride, C,
-        **sizes, **widths, L=CHUNK, ROWS=rows, BLOCK=max(blocks.values()), num_warps=4, **options,
+        *read, qkv_TC, cache.inputs, *convolution_of(layer), work.chunks, positions_T, num_chunks,
+        stride, C, **sizes, **widths, L=CHUNK, ROWS=rows, BLOCK=max(blocks.values()),
+        BIAS=layer.bias_C is not None, num_warps=4, **options,
     )  # fmt: skip
     if T > SHORT:
         w_THD, u_THE = y_TO.new_empty(T, H, D), y_TO.new_empty(T, H, E)
@@ -329,17 +344,17 @@ def run_chunks(
         _scan[at_once(num_runs, H * num_columns, SCANS), H, num_columns](
             qkv_TC, w_THD, u_THE, g_TH, before_NHDE, cache.delta, work.runs, positions_T, num_runs,
             C, G=layer.num_keys, H=H, D=D, E=E, L=CHUNK, SHORT=SHORT, BLOCK_D=blocks["BLOCK_D"],
-            PART=part, EXACT=exact, num_warps=2 if narrow else 4,
+            PART=part, MAMBA=sizes["MAMBA"], EXACT=exact, num_warps=2 if narrow else 4,
             num_stages=1 if exact else 3,
         )  # fmt: skip
         _read[H, num_chunks](
-            *read, qkv_TC, u_THE, g_TH, before_NHDE, out_TO, cache.inputs, layer.norm_E,
+            *read, qkv_TC, u_THE, g_TH, before_NHDE, out_TO, cache.inputs, norm_or_skip(layer),
             work.chunks, positions_T, stride, C, layer.eps, **sizes, **tiles, **widths,
             num_warps=2 if narrow else 8, maxnreg=128,
         )  # fmt: skip
         options = launch_options(False)  # what comes next may go on with a state of these kernels
     short_runs[at_once(num_runs, H, SHORT_RUNS), H](
-        *read, qkv_TC, out_TO, cache.inputs, cache.delta, layer.norm_E, layer.log_a_H,
+        *read, qkv_TC, out_TO, cache.inputs, cache.delta, norm_or_skip(layer), layer.log_a_H,
         layer.dt_bias_H, work.runs, positions_T, num_runs, stride, C, layer.eps,
         **sizes, **blocks, **widths, L=SHORT, EXACT=exact, num_warps=8, **options,
     )  # fmt: skip
@@ -358,8 +373,21 @@ def sizes_of(layer: DeltaLayer, y: Product) -> dict[str, object]:
         "H": layer.num_values,
         "D": layer.key_dim,
         "E": layer.value_dim,
+        "MAMBA": layer.skip_H is not None,
         "PENDING": y.pending is not None,
     }
+
+
+def convolution_of(layer: DeltaLayer) -> tuple[Tensor, Tensor]:
+    """The weights of the convolution and its bias, as kernels take them."""
+    return layer.conv_WC, layer.conv_WC if layer.bias_C is None else layer.bias_C
+
+
+def norm_or_skip(layer: DeltaLayer) -> Tensor:
+    """The weights of the heads' norm, or in Mamba 2 the heads' skips."""
+    found = layer.norm_E if layer.skip_H is None else layer.skip_H
+    assert found is not None
+    return found
 
 
 def block_of(size: int) -> int:

@@ -33,13 +33,16 @@ def gated_norm(
     G: tl.constexpr,
     H: tl.constexpr,
     E: tl.constexpr,
+    MAMBA: tl.constexpr,
     PENDING: tl.constexpr,
 ):
-    """norm(x) * silu(z) of a value head, for what the rows read of the state."""
+    """norm(x) * silu(z) of a value head, for what the rows read of the state; in Mamba 2, x is not
+    normed here."""
     share: tl.constexpr = H // G
     e = tl.arange(0, x.shape[1])
-    norm = tl.load(norm_ptr + e, mask=e < E, other=0.0).to(tl.float32)
-    x *= (1 / tl.sqrt(tl.sum(x * x, 1) / E + eps))[:, None] * norm[None, :]
+    if not MAMBA:
+        norm = tl.load(norm_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+        x *= (1 / tl.sqrt(tl.sum(x * x, 1) / E + eps))[:, None] * norm[None, :]
     z_c = COLUMNS[6] + h // share * COLUMNS[7] + h % share * E
     z_at = (row * y_stride + z_c)[:, None] + e[None, :]
     z = tl.load(y_ptr + z_at, mask=ok, other=0.0)
@@ -112,7 +115,7 @@ def short_runs(
     out_ptr,
     kept_ptr,
     delta_ptr,
-    norm_ptr,
+    norm_or_skip_ptr,
     log_a_ptr,
     dt_bias_ptr,
     runs_ptr,
@@ -131,6 +134,7 @@ def short_runs(
     L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    MAMBA: tl.constexpr,
     PENDING: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
@@ -170,7 +174,7 @@ def short_runs(
                 tl.extra.cuda.gdc_wait()
             g, b = strengths(
                 y_ptr, add_ptr, log_a_ptr, dt_bias_ptr, row, has, ok, h, y_stride,
-                COLUMNS, G, H, PENDING,
+                COLUMNS, G, H, MAMBA, PENDING,
             )  # fmt: skip
             q_at = qkv_ptr + row[:, None] * C + h // share * D + d[None, :]
             q = tl.load(q_at, mask=ok_d, other=0.0)
@@ -179,22 +183,27 @@ def short_runs(
             v = tl.load(v_at, mask=ok_e, other=0.0).to(tl.float32)
             narrow = S.to(k.dtype)
             from_state = tl.exp(g)[:, None]
-            wanted = b[:, None] * (v - from_state * dot(k, narrow, zero, EXACT))
-            inverse = inverse_of(owed_by(k, b, g, t, EXACT), t, EXACT).to(k.dtype)
-            change = dot(inverse, wanted.to(k.dtype), zero, EXACT)
+            if MAMBA:
+                change = b[:, None] * v
+            else:
+                wanted = b[:, None] * (v - from_state * dot(k, narrow, zero, EXACT))
+                inverse = inverse_of(owed_by(k, b, g, t, EXACT), t, EXACT).to(k.dtype)
+                change = dot(inverse, wanted.to(k.dtype), zero, EXACT)
             seen = (t[:, None] >= t[None, :]) & ok[:, None]
             scores = dot(q, tl.trans(k), tl.zeros((L, L), tl.float32), EXACT)
             decays = tl.exp(tl.where(seen, g[:, None] - g[None, :], 0.0))
             scores = tl.where(seen, scores * decays, 0.0)
             x = dot(q, narrow, zero, EXACT) * from_state
             x = dot(scores.to(k.dtype), change.to(k.dtype), x, EXACT)
+            if MAMBA:
+                x += tl.load(norm_or_skip_ptr + h).to(tl.float32) * v
             last = tl.min(g)
             change *= tl.where(ok, tl.exp(last - g), 0.0)[:, None]
             S = dot(tl.trans(k), change.to(k.dtype), S * tl.exp(last), EXACT)
             tl.store(delta_ptr + state * H * D * E + of_head, S, mask=within)
             x = gated_norm(
-                x, y_ptr, add_ptr, norm_ptr, row, has[:, None], ok_e, h, y_stride, eps,
-                COLUMNS, G, H, E, PENDING,
+                x, y_ptr, add_ptr, norm_or_skip_ptr, row, has[:, None], ok_e, h, y_stride, eps,
+                COLUMNS, G, H, E, MAMBA, PENDING,
             )  # fmt: skip
             tl.store(out_ptr + (row * H + h)[:, None] * E + e[None, :], x, mask=ok_e)
             # Of the last W rows, some may be of the part that the sequence goes on with.

@@ -10,10 +10,16 @@ from weft.kernels.triton_base import dot, with_pending
 
 
 @triton.jit
+def time_step(a, dt_bias):
+    """The time step of a head, softplus(a + dt_bias)."""
+    x = a + dt_bias
+    return tl.where(x > 20, x, tl.log(1 + tl.exp(x)))
+
+
+@triton.jit
 def decay(a, log_a, dt_bias):
     """The logarithm of a head's decay, g <= 0."""
-    x = a + dt_bias
-    return -tl.exp(log_a) * tl.where(x > 20, x, tl.log(1 + tl.exp(x)))
+    return -tl.exp(log_a) * time_step(a, dt_bias)
 
 
 @triton.jit
@@ -69,6 +75,7 @@ def strengths(
     COLUMNS: tl.constexpr,
     G: tl.constexpr,
     H: tl.constexpr,
+    MAMBA: tl.constexpr,
     PENDING: tl.constexpr,
 ):
     """The decays g of some rows, summed up from the first of them on, and their strengths b, which
@@ -79,7 +86,10 @@ def strengths(
     a = with_pending(tl.load(y_ptr + a_at, mask=ok, other=0.0), add_ptr + a_at, has, ok, PENDING)
     b = with_pending(tl.load(y_ptr + b_at, mask=ok, other=0.0), add_ptr + b_at, has, ok, PENDING)
     g = decay(a.to(tl.float32), tl.load(log_a_ptr + h), tl.load(dt_bias_ptr + h))
-    b = 1 / (1 + tl.exp(-b.to(tl.float32)))
+    if MAMBA:
+        b = time_step(b.to(tl.float32), tl.load(dt_bias_ptr + h))
+    else:
+        b = 1 / (1 + tl.exp(-b.to(tl.float32)))
     return tl.cumsum(tl.where(ok, g, 0.0), 0), tl.where(ok, b, 0.0)
 
 
@@ -115,12 +125,13 @@ def solve(
     L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    MAMBA: tl.constexpr,
     PENDING: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """w (T, H, D), u (T, H, E) and the decays g, fp32 (T, H), summed up from the chunk's first
-    token on, where the sequence is not a short one; see `triton_delta_chunks`. Programs (H,
-    chunks)."""
+    """w (T, H, D), which Mamba 2 has no use for, u (T, H, E) and the decays g, fp32 (T, H), summed
+    up from the chunk's first token on, where the sequence is not a short one; see
+    `triton_delta_chunks`. Programs (H, chunks)."""
     chunk = chunks_ptr + 6 * tl.program_id(1)
     h = tl.program_id(0)
     count = tl.load(chunk + 1)
@@ -140,15 +151,17 @@ def solve(
     if PENDING:
         has = tl.load(add_slot_ptr + row, mask=ok, other=-1) >= 0
     g, b = strengths(
-        y_ptr, add_ptr, log_a_ptr, dt_bias_ptr, row, has, ok, h, y_stride, COLUMNS, G, H, PENDING
-    )
-    inverse = inverse_of(owed_by(k, b, g, t, EXACT), t, EXACT).to(k.dtype)
-    k = (k.to(tl.float32) * (b * tl.exp(g))[:, None]).to(k.dtype)
-    w = dot(inverse, k, tl.zeros((L, BLOCK_D), tl.float32), EXACT)
-    tl.store(w_ptr + (row * H + h)[:, None] * D + d[None, :], w, mask=ok_d)
+        y_ptr, add_ptr, log_a_ptr, dt_bias_ptr, row, has, ok, h, y_stride,
+        COLUMNS, G, H, MAMBA, PENDING,
+    )  # fmt: skip
     v_at = qkv_ptr + row[:, None] * C + 2 * G * D + h * E + e[None, :]
     v = tl.load(v_at, mask=ok_e, other=0.0)
-    v = (v.to(tl.float32) * b[:, None]).to(v.dtype)
-    u = dot(inverse, v, tl.zeros((L, BLOCK_E), tl.float32), EXACT)
+    u = (v.to(tl.float32) * b[:, None]).to(v.dtype)
+    if not MAMBA:
+        inverse = inverse_of(owed_by(k, b, g, t, EXACT), t, EXACT).to(k.dtype)
+        k = (k.to(tl.float32) * (b * tl.exp(g))[:, None]).to(k.dtype)
+        w = dot(inverse, k, tl.zeros((L, BLOCK_D), tl.float32), EXACT)
+        tl.store(w_ptr + (row * H + h)[:, None] * D + d[None, :], w, mask=ok_d)
+        u = dot(inverse, u, tl.zeros((L, BLOCK_E), tl.float32), EXACT)
     tl.store(u_ptr + (row * H + h)[:, None] * E + e[None, :], u, mask=ok_e)
     tl.store(g_ptr + row * H + h, g, mask=ok)

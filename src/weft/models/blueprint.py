@@ -113,14 +113,14 @@ def _attention(config: ModelConfig, i: int) -> list[Packed]:
 
 
 def _linear_attention(config: ModelConfig, i: int) -> list[Packed]:
-    name, hidden, shape = f"model.layers.{i}.linear_attn.", config.hidden_size, config.linear
+    hidden, shape = config.hidden_size, config.linear
     assert shape is not None
-    into = shape.projections
+    name, into, bias = f"model.layers.{i}.{shape.name}.", shape.projections, shape.projection_bias
     names, parts = _named(name, *into), tuple(part for parts in into.values() for part in parts)
     out = _named(name, "out_proj")
     return [
-        Packed(f"{i}.in", "linear", hidden, parts, names, axis="column"),
-        Packed(f"{i}.out", "linear", shape.values, (hidden,), out, axis="row"),
+        Packed(f"{i}.in", "linear", hidden, parts, names, bias, "column"),
+        Packed(f"{i}.out", "linear", shape.values, (hidden,), out, bias, "row"),
     ]
 
 
@@ -134,13 +134,17 @@ def _vectors(config: ModelConfig) -> list[Vector]:
     if shape is None:
         return []
     own: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-        "conv1d.weight": ((1, shape.conv_width), (shape.keys, shape.keys, shape.values)),
+        "conv1d.weight": ((1, shape.conv_width), shape.channel_parts),
         "A_log": ((), (shape.num_values,)),
         "dt_bias": ((), (shape.num_values,)),
-        "norm.weight": ((), (shape.value_dim,)),
+        "norm.weight": ((), (shape.values if shape.mamba else shape.value_dim,)),
     }
+    if shape.mamba:
+        own["D"] = (), (shape.num_values,)
+    if shape.conv_bias:
+        own["conv1d.bias"] = (), shape.channel_parts
     return [
-        Vector(f"model.layers.{i}.linear_attn.{name}", (sum(parts), *more), parts)
+        Vector(f"model.layers.{i}.{shape.name}.{name}", (sum(parts), *more), parts)
         for i in range(config.num_layers)
         if is_linear(config, i)
         for name, (more, parts) in own.items()

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.kernels.collective.base import Ranks
+from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.delta import DeltaLayer
 from weft.kernels.ops import ClampedSwiglu, Ops
 from weft.models.blueprint import EXPERT_SCALES, experts_of, sinks_of
 from weft.models.config import ModelConfig
-from weft.models.family import MoeConfig
+from weft.models.family import LinearConfig, MoeConfig
 from weft.models.layers import HeadNorm, Linear, RowNorm, WidthNorm, with_offset
-from weft.models.linear_attention import LinearAttention, columns_of
+from weft.models.linear_attention import GroupNorm, LinearAttention, columns_of
 from weft.models.moe import DenseMlp, Experts, SharedExpert, SparseMlp, check_width
 from weft.models.weights import Weights
 
@@ -82,24 +82,31 @@ class LayerBuilder:
         return HeadNorm(weight_ND, config.num_heads, num_keys, q.index, k.index, offset)
 
     def linear_attention(self, layer: int) -> LinearAttention:
-        config, of = self.config, f"model.layers.{layer}.linear_attn."
-        assert config.linear is not None
-        vectors = self.weights.vectors
-        shape = config.linear
+        config, shape = self.config, self.config.linear
+        assert shape is not None
+        of, vectors = f"model.layers.{layer}.{shape.name}.", self.weights.vectors
+        conv_C, bias_C = vectors[of + "conv1d.weight"][:, 0], vectors.get(of + "conv1d.bias")
+        norm_O, skip_H = vectors[of + "norm.weight"], vectors.get(of + "D")
         delta = DeltaLayer(
-            conv_WC=vectors[of + "conv1d.weight"][:, 0].t().contiguous(),
+            conv_WC=_queries_first(conv_C, shape).t().contiguous(),
             log_a_H=vectors[of + "A_log"],
             dt_bias_H=vectors[of + "dt_bias"],
-            norm_E=vectors[of + "norm.weight"],
+            norm_E=None if shape.mamba else norm_O,
             eps=config.norm_eps,
             num_keys=shape.num_keys,
             num_values=shape.num_values,
             key_dim=shape.key_dim,
             value_dim=shape.value_dim,
             columns=columns_of(shape),
+            skip_H=skip_H,
+            bias_C=None if bias_C is None else _queries_first(bias_C, shape),
         )
+        norm = None
+        if shape.mamba:
+            groups, over = shape.num_keys, self.ranks if shape.spans_ranks else ALONE
+            norm = GroupNorm(norm_O, config.norm_eps, groups, self.ops, over)
         into, out = self.linear(f"{layer}.in"), self.linear(f"{layer}.out")
-        return LinearAttention(into, out, delta, self.ops)
+        return LinearAttention(into, out, delta, self.ops, norm)
 
     def mlp(self, layer: int) -> DenseMlp | SparseMlp:
         moe = experts_of(self.config, layer)
@@ -125,3 +132,10 @@ class LayerBuilder:
     def _dense_mlp(self, of: str) -> DenseMlp:
         gate_up, down = self.linear(f"{of}gate_up"), self.linear(f"{of}down")
         return DenseMlp(gate_up, down, self.ops, self.config.activation)
+
+
+def _queries_first(of_channels: torch.Tensor, shape: LinearConfig) -> torch.Tensor:
+    """A tensor of the convolution's channels as checkpoints have it, with those of queries, keys
+    and values in this order."""
+    parts = of_channels.split_with_sizes(shape.channel_parts)
+    return torch.cat(parts[::-1]) if shape.mamba else of_channels

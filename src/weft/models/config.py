@@ -145,7 +145,7 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
         widths["shared_expert_intermediate_size"] = moe.shared_size
         moe = _share_of_experts(moe, size)
     if linear is not None:
-        widths["linear_num_key_heads"] = linear.num_keys
+        widths |= linear.divided
     for kv in (shape.num_kv_heads for shape in shapes):
         if kv % size and size % kv:
             widths["num_key_value_heads"] = kv
@@ -153,9 +153,6 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
         if width % size:
             message = f"--tensor-parallel-size {size} does not divide the model's {name} {width}"
             raise ConfigError(message, "tensor_parallel_size")
-    if linear is not None:
-        keys, values = linear.num_keys // size, linear.num_values // size
-        linear = replace(linear, num_keys=keys, num_values=values)
     return replace(
         config,
         num_heads=config.num_heads // size,
@@ -170,7 +167,7 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
             for shape in config.layers
         ),
         moe=moe,
-        linear=linear,
+        linear=linear and linear.share_of(size),
     )
 
 
@@ -327,6 +324,7 @@ _SIZES = (
     "max_position_embeddings",
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "vocab_size_per_layer_input"),
+    *("mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_n_heads"),
 )
 _NUMBERS = (
     *("attention_multiplier", "embedding_multiplier", "final_logit_softcapping"),

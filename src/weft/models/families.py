@@ -45,12 +45,18 @@ def _rope_or_none(hf: Any) -> tuple[RopeParameters | None, ...]:
     return tuple(hf.rope_parameters if rotated else None for rotated in rotates)
 
 
-def _qwen3_5(hf: Any) -> LinearConfig | None:
+def _linear_layers(hf: Any) -> tuple[bool, ...] | None:
+    """Which layers have linear attention; None if none has."""
     layers = tuple(kind == "linear_attention" for kind in hf.layer_types)
-    if not any(layers):
-        return None
     if all(layers):
         raise ConfigError("layer_types names no full_attention, which is needed", "layer_types")
+    return layers if any(layers) else None
+
+
+def _qwen3_5(hf: Any) -> LinearConfig | None:
+    layers = _linear_layers(hf)
+    if layers is None:
+        return None
     return LinearConfig(
         layers=layers,
         num_keys=hf.linear_num_key_heads,
@@ -85,7 +91,24 @@ def _granite4_windows(hf: Any) -> tuple[int | None, ...]:
     if hf.num_local_experts != 0:
         message = f"num_local_experts {hf.num_local_experts} is not served, only 0: dense models"
         raise ConfigError(message, "num_local_experts")
-    return (None,) * len(layer_types(hf, "full_attention"))
+    return _windows_but_linear(hf)
+
+
+def _granite4_mamba(hf: Any) -> LinearConfig | None:
+    layers = _linear_layers(hf)
+    if layers is None:
+        return None
+    return LinearConfig(
+        layers=layers,
+        num_keys=hf.mamba_n_groups,
+        num_values=hf.mamba_n_heads,
+        key_dim=hf.mamba_d_state,
+        value_dim=hf.mamba_d_head,
+        conv_width=hf.mamba_d_conv,
+        mamba=True,
+        conv_bias=bool(hf.mamba_conv_bias),
+        projection_bias=bool(hf.mamba_proj_bias),
+    )
 
 
 def _granite4_ropes(hf: Any) -> tuple[RopeParameters | None, ...]:
@@ -265,6 +288,7 @@ FAMILIES: dict[str, Family] = {
         mlp_names=("shared_mlp.input_linear", "shared_mlp.output_linear"),
         mlp_width="shared_intermediate_size",
         ropes=_granite4_ropes,
+        linear=_granite4_mamba,
         scales=_granite_scales,
     ),
     "GlmForCausalLM": Family(

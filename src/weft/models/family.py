@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from weft.core.errors import ConfigError
@@ -112,7 +112,7 @@ class TokenInputsConfig(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """Layers whose attention is a recurrent state by the gated delta rule."""
+    """Layers whose attention is a recurrent state: by the gated delta rule, or Mamba 2."""
 
     layers: tuple[bool, ...]
     """Per layer: whether it is one; others have attention over a KV cache."""
@@ -126,14 +126,41 @@ class LinearConfig:
     """Whether the layer has two projections, whose outputs are ordered by key head: one to queries,
     keys, values and z, the other to b and a. Else it has four: one to queries, keys and values, and
     one each to z, b and a."""
+    mamba: bool = False
+    """Whether these are layers of Mamba 2, which have one projection to z, values, keys, queries
+    and b, in this order. In their terms, values are x, keys B, queries C, b the time steps, and
+    `num_keys` is the number of groups."""
+    conv_bias: bool = False
+    """Whether the convolution has a bias, and so for the projections below."""
+    projection_bias: bool = False
+    spans_ranks: bool = False
+    """Whether this is a rank's share, and other ranks have heads of the same group."""
 
     def __post_init__(self) -> None:
         if self.num_values % self.num_keys:
-            raise ConfigError(
-                f"linear_num_key_heads {self.num_keys} does not divide "
-                f"linear_num_value_heads {self.num_values}",
-                "linear_num_key_heads",
-            )
+            keys, values = "linear_num_key_heads", "linear_num_value_heads"
+            if self.mamba:
+                keys, values = "mamba_n_groups", "mamba_n_heads"
+            message = f"{keys} {self.num_keys} does not divide {values} {self.num_values}"
+            raise ConfigError(message, keys)
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """The numbers that ranks divide, by the configuration's field."""
+        if not self.mamba:
+            return {"linear_num_key_heads": self.num_keys}
+        groups = {"mamba_n_groups": self.num_keys} if self.num_keys > 1 else {}
+        return {"mamba_n_heads": self.num_values, **groups}
+
+    def share_of(self, size: int) -> LinearConfig:
+        """One of `size` ranks' share. The queries and keys of an only group are on all ranks."""
+        keys, values = max(self.num_keys // size, 1), self.num_values // size
+        return replace(self, num_keys=keys, num_values=values, spans_ranks=self.num_keys < size)
+
+    @property
+    def name(self) -> str:
+        """What a decoder layer calls such a layer."""
+        return "mamba" if self.mamba else "linear_attn"
 
     @property
     def keys(self) -> int:
@@ -150,6 +177,13 @@ class LinearConfig:
         return 2 * self.keys + self.values
 
     @property
+    def channel_parts(self) -> tuple[int, ...]:
+        """The widths of queries, keys and values in the order in which checkpoints have them as
+        channels of the convolution."""
+        parts = self.keys, self.keys, self.values
+        return parts[::-1] if self.mamba else parts
+
+    @property
     def heads_per_key(self) -> int:
         """How many value heads have the same key head."""
         return self.num_values // self.num_keys
@@ -158,6 +192,9 @@ class LinearConfig:
     def projections(self) -> dict[str, tuple[int, ...]]:
         """The layer's projections of its input, and the parts of their outputs, each of which lies
         by key head."""
+        if self.mamba:
+            parts = self.values, self.values, self.keys, self.keys, self.num_values
+            return {"in_proj": parts}
         if self.by_key_head:
             return {
                 "in_proj_qkvz": (self.channels + self.values,),

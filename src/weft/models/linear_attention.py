@@ -1,6 +1,6 @@
-"""Attention by a recurrent state in place of a KV cache: the gated delta rule.
+"""Attention by a recurrent state in place of a KV cache: the gated delta rule, or Mamba 2.
 
-Shapes: T token rows, I hidden size, D dimension of a head.
+Shapes: T token rows, I hidden size, O outputs of all heads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 from weft.core.errors import ConfigError
 from weft.core.numbers import next_power_of_2
 from weft.core.units import MAX_GUESSES
+from weft.kernels.collective.base import Ranks
 from weft.kernels.delta import Columns, DeltaLayer, StateCache
-from weft.kernels.ops import Ops, Product
+from weft.kernels.ops import Ops, Product, rms_norm
 from weft.models.family import LinearConfig
 from weft.models.layers import Linear, StepContext
 
@@ -25,20 +26,47 @@ MAX_HEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
+class GroupNorm:
+    """The RMS norm of what the heads of each group give."""
+
+    weight_O: Tensor
+    eps: float
+    num_groups: int
+    """Of this rank's heads."""
+    ops: Ops
+    ranks: Ranks
+    """Those that have heads of the same group, if several do."""
+
+    def __call__(self, x_TO: Tensor) -> Tensor:
+        if self.ranks.size > 1:
+            wide_TO = x_TO.float()
+            mean_T1 = self.ranks.sum(wide_TO.square().mean(1, keepdim=True)) / self.ranks.size
+            return (wide_TO * (mean_T1 + self.eps).rsqrt() * self.weight_O).to(x_TO.dtype)
+        if self.num_groups == 1:
+            return self.ops.rms_norm(x_TO, self.weight_O, self.eps)
+        x_TGD = x_TO.view(len(x_TO), self.num_groups, -1)
+        return rms_norm(x_TGD, None, self.eps).flatten(1) * self.weight_O
+
+
+@dataclass(frozen=True, slots=True)
 class LinearAttention:
-    """A layer of linear attention: projection, convolution, delta rule, gated norm, projection."""
+    """A layer of linear attention: projection, convolution, the state's rule, gated norm,
+    projection."""
 
     into: Linear
     """The projection to queries, keys, values, the gate z, and for each value head b and a."""
     out: Linear
     layer: DeltaLayer
     ops: Ops
+    norm: GroupNorm | None = None
+    """The norm that follows the gates in Mamba 2; None: heads have been normed before."""
 
     def __call__(self, x_TI: Tensor, step: StepContext, cache: StateCache) -> Product:
         assert step.states is not None
         y = self.into(x_TI, step)
         rows, positions_T = step.states, step.positions_T
-        return self.out(self.ops.gated_delta(y, self.layer, cache, rows, positions_T), step)
+        out_TO = self.ops.gated_delta(y, self.layer, cache, rows, positions_T)
+        return self.out(out_TO if self.norm is None else self.norm(out_TO), step)
 
 
 def check_heads(shape: LinearConfig, device: torch.device) -> None:
@@ -46,7 +74,10 @@ def check_heads(shape: LinearConfig, device: torch.device) -> None:
     head's state in shared memory, in fp32."""
     if device.type != "cuda":
         return
-    sizes = {"linear_key_head_dim": shape.key_dim, "linear_value_head_dim": shape.value_dim}
+    names = "linear_key_head_dim", "linear_value_head_dim"
+    if shape.mamba:
+        names = "mamba_d_state", "mamba_d_head"
+    sizes = dict(zip(names, (shape.key_dim, shape.value_dim), strict=True))
     blocks = [next_power_of_2(size) for size in sizes.values()]
     gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some of them
     most = max(sizes, key=lambda name: sizes[name])
@@ -69,6 +100,10 @@ def columns_of(shape: LinearConfig) -> Columns:
             (end, 2 * heads),
             (end + heads, 2 * heads),
         )
+    if shape.mamba:
+        k, b = 2 * shape.values, 2 * (shape.values + shape.keys)
+        q, v, steps = k + shape.keys, shape.values, (b, heads)
+        return Columns((q, keys), (k, keys), (v, values), (0, values), steps, steps)
     z, b = shape.channels, shape.channels + shape.values
     return Columns(
         (0, keys),
