@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Cohere2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -32,12 +33,15 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SmolLM3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -100,6 +104,11 @@ YARN_FULL = rope(
 NO_PAD: dict[str, Any] = {"pad_token_id": None}
 WITHOUT_MLP = {n: v for n, v in SIZES.items() if n != "intermediate_size"}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+
+VISION = {"hidden_size": 8, "intermediate_size": 8, "depth": 1, "num_heads": 2, "patch_size": 2}
+MROPE = rope("default", mrope_section=[4, 1, 3], mrope_interleaved=True)
+"""Positions of images have three parts, in turns or one after the other; those of text are alike in
+all parts."""
 
 GRANITE4 = {
     "layer_types": ["full_attention"] * 3,
@@ -177,6 +186,29 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SIZES, **EXPERTS, head_dim=16, use_sliding_window=True, sliding_window=5
     ),
     "qwen3-moe-dense": Qwen3MoeConfig(**SIZES, head_dim=16, mlp_only_layers=[0, 1, 2]),
+    "qwen2.5-vl": Qwen2_5_VLConfig(
+        text_config={**SIZES, **rope("default", mrope_section=[1, 1, 2])}, vision_config=VISION
+    ),
+    "qwen2.5-vl-yarn-window-tied": Qwen2_5_VLConfig(
+        text_config={
+            **SIZES,
+            "rope_parameters": {**YARN["rope_parameters"], "mrope_section": [2, 1, 1]},
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+        },
+        vision_config=VISION,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-vl-bias": Qwen3VLConfig(
+        text_config={**SIZES, **MROPE, "head_dim": 16, "attention_bias": True},
+        vision_config=VISION,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-vl-moe": Qwen3VLMoeConfig(
+        text_config={**SIZES, **EXPERTS, **MROPE, "head_dim": 16, "mlp_only_layers": [1]},
+        vision_config=VISION,
+    ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
     "mixtral-window": MixtralConfig(
         **SIZES, num_local_experts=3, num_experts_per_tok=3, sliding_window=7, head_dim=12
@@ -423,7 +455,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Random weights everywhere, biases and norms too."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    sees = hasattr(config, "vision_config")
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
@@ -527,7 +561,8 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors.index.json").exists() == sharded
     config, weights, decoder = load(tmp_path)
     scalars = sum(name.endswith("layer_scalar") for name, _ in model.named_buffers())
-    assert num_parameters(weights.table) == model.num_parameters() + scalars
+    seeing = sum(p.numel() for name, p in model.named_parameters() if ".visual." in name)
+    assert num_parameters(weights.table) == model.num_parameters() - seeing + scalars
     prompts = make_prompts(config.vocab_size)
     expected = expected_logits(model, prompts)
     assert_logits(run_chunked(decoder, prompts, [[n] for n in LENGTHS]), expected)
@@ -649,7 +684,9 @@ def test_contexts_in_which_longrope_would_change_are_not_served(
     assert "up to 64 tokens are served, not of 256" in caplog.text
 
 
-@pytest.mark.parametrize("kind", dict.fromkeys(map(type, CONFIGS.values())))
+@pytest.mark.parametrize(
+    "kind", dict.fromkeys(type(config.get_text_config()) for config in CONFIGS.values())
+)
 def test_every_field_is_read_or_without_effect_or_at_its_default(
     kind: type[PreTrainedConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -747,7 +784,7 @@ def test_fields_of_published_gemmas(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def test_every_family_is_among_the_configurations() -> None:
     """So the fields of each are walked, and its logits compared."""
-    assert {config.model_type for config in CONFIGS.values()} == {
+    assert {config.get_text_config().model_type for config in CONFIGS.values()} == {
         family.model_type for family in (*FAMILIES.values(), *OTHER_TEXT.values())
     }
 

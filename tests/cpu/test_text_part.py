@@ -13,6 +13,7 @@ import pytest
 import torch
 from adapter_kinds import WINDOW_AND_ALL, randomise
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
@@ -20,13 +21,17 @@ from transformers import (
     Mistral3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen3_5MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from weft import LLM, SamplingParams
 from weft.core.errors import AdapterInvalid, ConfigError
 from weft.core.targets import text_name
 from weft.models.config import load_model_config
+from weft.models.loading import load_weights
 
 TEXT: dict[str, Any] = {
     "vocab_size": 80,
@@ -51,7 +56,14 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
+QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
+MROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 2, 1]}
 CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen2.5-vl": Qwen2_5_VLConfig(
+        text_config=TEXT | {"head_dim": None, "rope_parameters": MROPE},
+        vision_config=QWEN_VISION | {"patch_size": 4},
+    ),
+    "qwen3-vl": Qwen3VLConfig(text_config=TEXT, vision_config=QWEN_VISION | {"patch_size": 4}),
     "gemma3": Gemma3Config(
         text_config=TEXT | {"layer_types": WINDOW_AND_ALL, "sliding_window": 24},
         vision_config=VISION | {"model_type": "siglip_vision_model"},
@@ -88,7 +100,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         tie_word_embeddings=False,
     ),
 }
-AGAIN = ("gemma4", "mistral3")
+AGAIN = ("gemma4", "mistral3", "qwen3-vl")
 """Whose names are like those of others."""
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -209,11 +221,12 @@ def test_a_part_of_a_model_without_a_head_that_sees_or_hears_is_no_text(part: st
     assert text_name(f"{part}.layers.0.q_proj") is None
 
 
-def test_experts_may_have_their_full_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Qwen3_5MoeConfig, Qwen3VLMoeConfig])
+def test_experts_may_have_their_full_names(kind: type[PreTrainedConfig], tmp_path: Path) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     shared = {"shared_expert_intermediate_size": 16, "layer_types": ["full_attention"] * 2}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
-    config = Qwen3_5MoeConfig(text_config=TEXT | experts | shared, vision_config=vision)
+    own = shared if kind is Qwen3_5MoeConfig else {}
+    config = kind(text_config=TEXT | experts | own, vision_config=QWEN_VISION)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(tmp_path / "base")
@@ -224,12 +237,47 @@ def test_experts_may_have_their_full_names(tmp_path: Path) -> None:
 
 
 def test_what_sees_images_is_not_served(base: Base, tmp_path: Path) -> None:
-    inner = r"\.linear" if base[0].config.model_type == "gemma4" else ""
-    adapt(base, tmp_path, r".*vision_tower.*\.q_proj" + inner)
+    kind = base[0].config.model_type
+    part = "visual" if kind.startswith("qwen") else "vision_tower"
+    inner = r"\.linear" if kind == "gemma4" else ""
+    adapt(base, tmp_path, rf".*{part}.*\.(q_proj|qkv)" + inner)
     refused = pytest.raises(AdapterInvalid, match="only the text model is served")
     with LLM(base[1], {}, **OPTIONS) as llm, refused as caught:
         llm.load_adapter("seeing", tmp_path)
-    assert "vision_tower" in str(caught.value.param)
+    assert part in str(caught.value.param)
+
+
+def test_older_files_have_the_fields_of_the_text_part_in_the_place_of_the_whole(
+    tmp_path: Path,
+) -> None:
+    CONFIGS["qwen2.5-vl"].save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    raw = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], **json.loads(path.read_text())}
+    path.write_text(json.dumps(raw))
+    new = load_model_config(tmp_path)
+    text = raw.pop("text_config")
+    rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    older = {"rope_scaling": rope, "rope_theta": text.pop("rope_parameters")["rope_theta"]}
+    path.write_text(json.dumps(text | raw | older))
+    assert load_model_config(tmp_path) == new
+
+
+def test_stacked_experts_may_be_transposed(tmp_path: Path) -> None:
+    """As published files of Qwen 3 VL have them."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    config = Qwen3VLMoeConfig(text_config=TEXT | experts, vision_config=QWEN_VISION)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    as_saved = dense_experts(tmp_path)
+    path = tmp_path / "model.safetensors"
+    turned = {n: t.mT.contiguous() if ".experts." in n else t for n, t in load_file(path).items()}
+    save_file(turned, path)
+    for one, other in zip(dense_experts(tmp_path), as_saved, strict=True):
+        assert torch.equal(one, other)
+
+
+def dense_experts(folder: Path) -> list[torch.Tensor]:
+    weights = load_weights(folder, load_model_config(folder), torch.float32, "cpu")
+    return [weights.dense(f"1.experts_{key}") for key in ("gate_up", "down")]
 
 
 def test_the_text_model_alone_may_be_said_to_be_quantized(base: Base, tmp_path: Path) -> None:

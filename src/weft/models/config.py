@@ -283,7 +283,7 @@ def _architecture_of(raw: dict[str, Any]) -> str:
         )
     family = family_of(name, raw)
     _check_model_type(raw, family.text_of or family.model_type, name)
-    if family.text_of:
+    if family.text_of and "text_config" in raw:  # older files have its fields in the whole's place
         raw = _text_part(raw)
         _check_model_type(raw, family.model_type, name)
     layers = raw.get("num_hidden_layers")

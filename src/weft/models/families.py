@@ -163,10 +163,15 @@ def _qwen3_moe(hf: Any) -> MoeConfig | None:
         num_experts=hf.num_experts,
         top_k=hf.num_experts_per_tok,
         intermediate_size=hf.moe_intermediate_size,
-        normalize=bool(hf.norm_topk_prob),
+        normalize=bool(getattr(hf, "norm_topk_prob", True)),
         round_weights=True,
         layers=layers,
     )
+
+
+def _qwen3_vl_moe(hf: Any) -> MoeConfig | None:
+    moe = _qwen3_moe(hf)
+    return moe and replace(moe, normalize=True)
 
 
 def _qwen3_next_moe(hf: Any) -> MoeConfig | None:
@@ -235,6 +240,8 @@ _biased = partial(Family, attention_bias="attention_bias", attention_out_bias="a
 
 _MISTRAL = Family("mistral", _one_window)
 _MINISTRAL3 = Family("ministral3", _one_window, query_growth=True)
+_QWEN2 = Family("qwen2", _layer_windows, attention_bias=True)
+_QWEN3_VL = _biased("qwen3_vl_text", _no_windows, qk_norm="head", text_of="qwen3_vl")
 _GEMMA3 = _biased(
     "gemma3_text",
     _gemma3_windows,
@@ -265,9 +272,16 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": Family("ministral", one_window_by_type),
     "Ministral3ForCausalLM": _MINISTRAL3,
-    "Qwen2ForCausalLM": Family("qwen2", _layer_windows, attention_bias=True),
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen2_5_VLForConditionalGeneration": replace(
+        _QWEN2, model_type="qwen2_5_vl_text", text_of="qwen2_5_vl"
+    ),
     "Qwen3ForCausalLM": _biased("qwen3", _layer_windows, qk_norm="head"),
     "Qwen3MoeForCausalLM": _biased("qwen3_moe", _one_window, qk_norm="head", moe=_qwen3_moe),
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": replace(
+        _QWEN3_VL, model_type="qwen3_vl_moe_text", text_of="qwen3_vl_moe", moe=_qwen3_vl_moe
+    ),
     "MixtralForCausalLM": Family("mixtral", _one_window, moe=_mixtral),
     "Phi3ForCausalLM": Family(
         "phi3", _one_window, fused_qkv=True, mlp_names=FUSED_MLP_NAMES, partial_rotary=True

@@ -132,6 +132,8 @@ COMPUTED = {
     "attn_output_gate": True,
     "mamba_ssm_dtype": "float32",
     "output_gate_type": "swish",
+    # Qwen 3 VL MoE
+    "norm_topk_prob": True,
     # Granite 4
     "init_method": "mup",
     "normalization_function": "rmsnorm",

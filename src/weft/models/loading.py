@@ -199,10 +199,10 @@ def load_weights(
             put(places[name], stored)
             unread.discard(name)
         elif name in whole:
-            place, names = whole[name]
+            place = whole[name][0].turned(tuple(stored.get_shape()))
             _check(name, stored, place.shape)
             put(place, stored)
-            unread.difference_update(names)
+            unread.difference_update(whole[name][1])
         elif name == _HEAD_NAME and config.tie_word_embeddings:
             tied_head = stored[:].to(dtype)
         elif not name.endswith("rotary_emb.inv_freq"):

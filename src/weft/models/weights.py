@@ -107,6 +107,13 @@ class Place(NamedTuple):
     of: tuple[str, int] | None = None
     """If the view is of a linear layer's matrix: the layer's key and the view's first row there."""
 
+    def turned(self, shape: tuple[int, ...]) -> Place:
+        """The place for a tensor of all experts that may be stored as (experts, in, out)."""
+        is_turned = self.experts is not None and shape == (self.shape[0], *self.shape[:0:-1])
+        if shape == self.shape or not is_turned:
+            return self
+        return self._replace(shape=shape, transposed=True)
+
     def fill(self, source: Any) -> None:
         """Copy from a tensor, or from a file's tensor, which is read by slices."""
         if self.view is None:
