@@ -19,6 +19,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
@@ -50,10 +51,12 @@ from weft.core.config import ModelArgs
 from weft.core.errors import ConfigError
 from weft.core.units import MAX_GUESSES
 from weft.kernels.attention import make_batch
+from weft.kernels.collective.base import ALONE
 from weft.kernels.delta import StateCache, StateRows
 from weft.kernels.lora import LoraStep
 from weft.kernels.ops import Ops
 from weft.models.blueprint import num_parameters, target_table
+from weft.models.builder import LayerBuilder
 from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.decoder import Decoder, StepContext, allocate_kv_cache, kv_bytes_per_block
 from weft.models.families import FAMILIES, OTHER_TEXT
@@ -104,6 +107,7 @@ YARN_FULL = rope(
 NO_PAD: dict[str, Any] = {"pad_token_id": None}
 WITHOUT_MLP = {n: v for n, v in SIZES.items() if n != "intermediate_size"}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+ROUTED = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 VISION = {"hidden_size": 8, "intermediate_size": 8, "depth": 1, "num_heads": 2, "patch_size": 2}
 MROPE = rope("default", mrope_section=[4, 1, 3], mrope_interleaved=True)
@@ -315,6 +319,27 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attention_bias=False,
         tie_word_embeddings=True,
     ),
+    "glm4-moe": Glm4MoeConfig(
+        **SIZES,
+        **ROUTED,
+        head_dim=12,
+        attention_bias=True,
+        first_k_dense_replace=1,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+        use_qk_norm=True,
+    ),
+    "glm4-moe-groups": Glm4MoeConfig(
+        **SIZES | {"num_hidden_layers": 2},
+        **ROUTED,
+        first_k_dense_replace=0,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+    ),
+    "glm4-moe-dense": Glm4MoeConfig(**SIZES, first_k_dense_replace=3, head_dim=16),
     "cohere2": Cohere2Config(
         **SIZES | {"num_hidden_layers": 4}, **NO_PAD, sliding_window=6, logit_scale=0.25
     ),
@@ -468,6 +493,8 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
+        elif name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)
     return model.to(dtype)
 
 
@@ -560,7 +587,8 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "5GB")
     assert (tmp_path / "model.safetensors.index.json").exists() == sharded
     config, weights, decoder = load(tmp_path)
-    scalars = sum(name.endswith("layer_scalar") for name, _ in model.named_buffers())
+    ours = ("layer_scalar", "correction_bias")
+    scalars = sum(b.numel() for name, b in model.named_buffers() if name.endswith(ours))
     seeing = sum(p.numel() for name, p in model.named_parameters() if ".visual." in name)
     assert num_parameters(weights.table) == model.num_parameters() - seeing + scalars
     prompts = make_prompts(config.vocab_size)
@@ -790,7 +818,40 @@ def test_every_family_is_among_the_configurations() -> None:
 
 
 def test_half_precision_stays_close(tmp_path: Path) -> None:
-    model = make_model(CONFIGS["qwen3"], torch.bfloat16)
+    check_in_half_precision(make_model(CONFIGS["qwen3"], torch.bfloat16), tmp_path)
+
+
+def test_corrections_of_experts_stay_float32(tmp_path: Path) -> None:
+    """They differ by what 16 bits don't tell, and alone decide."""
+    model = make_model(CONFIGS["glm4-moe"], torch.bfloat16)
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.weight.data.zero_()
+        layer.mlp.gate.e_score_correction_bias = 1 + 0.001 * torch.rand(12)
+    check_in_half_precision(model, tmp_path)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@torch.no_grad()
+def test_routers_are_computed_in_float32_where_transformers_does(
+    adapted: bool, tmp_path: Path
+) -> None:
+    model = make_model(CONFIGS["glm4-moe"], torch.bfloat16)
+    model.model.layers[1].mlp.gate.float()
+    model.save_pretrained(tmp_path)
+    _, weights, decoder = load(tmp_path, dtype=torch.bfloat16)
+    parts = LayerBuilder(decoder.config, weights, Ops(), ALONE)
+    x_TI = torch.randn(5, 32).bfloat16()
+    lora = RecordingLora() if adapted else None
+    step = StepContext(torch.arange(5), make_batch([5], [5], [[1, 0]], BLOCK), lora)
+    wanted_TE = model.model.layers[1].mlp.gate(x_TI)[0]
+    if adapted:
+        wanted_TE += torch.tensor(0.01 * (parts.group("1.router") + 1)).bfloat16()
+    found_TE = parts.mlp(1)._logits(x_TI, step).whole()
+    assert found_TE.dtype == torch.float32
+    torch.testing.assert_close(found_TE, wanted_TE, rtol=1e-5, atol=1e-5)
+
+
+def check_in_half_precision(model: PreTrainedModel, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     config, _, decoder = load(tmp_path, dtype=torch.bfloat16)
     assert config.dtype == "bfloat16"
@@ -1012,6 +1073,13 @@ def test_layer_types_that_disagree_are_refused(
         ("granite4", "shared_intermediate_size", 0),
         ("granite4", "attention_multiplier", None),
         ("glm", "num_key_value_heads", None),
+        ("glm4-moe-groups", "n_group", 5),
+        ("glm4-moe-groups", "n_group", 12),
+        ("glm4-moe-groups", "n_group", 0),
+        ("glm4-moe-groups", "topk_group", 0),
+        ("glm4-moe-groups", "topk_group", 5),
+        ("glm4-moe", "n_shared_experts", 0),
+        ("glm4-moe", "routed_scaling_factor", math.inf),
         ("mistral-window", "sliding_window", 0),
         ("qwen3.5", "linear_num_key_heads", 0),
         ("qwen3.5", "linear_conv_kernel_dim", 0),

@@ -22,7 +22,13 @@ from safetensors.torch import load_file, save_file
 from tables import build_table
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 from weft import LLM, SamplingParams
 from weft.checkpoint.pack import AdapterImage
@@ -159,6 +165,15 @@ CONFIGS = {
         moe_intermediate_size=20,
         norm_topk_prob=True,
         mlp_only_layers=[0],
+    ),
+    # The first layer is dense.
+    "glm4-moe": Glm4MoeConfig(
+        **SIZES,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
     ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
 }

@@ -135,6 +135,25 @@ def test_the_likeliest_experts_are_chosen(choice: ExpertChoice, scaled: bool) ->
     torch.testing.assert_close(weight_TK, wanted_TK)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (9, 3), (3, 3)])
+def test_experts_are_chosen_by_corrected_weights(
+    groups: tuple[int, int], sigmoid: bool, normalize: bool
+) -> None:
+    """Of the best groups, whose best experts may not be among the best of all."""
+    generator = torch.Generator().manual_seed(0)
+    logits = Product(3 * torch.randn(20, 36, generator=generator))
+    correction_E = torch.randn(36, generator=generator) / 8
+    choice = ExpertChoice(6, False, normalize, False, sigmoid, *groups, least_sum=0.25)
+    weight_TK, expert_TK = kernels.choose_experts(logits, choice, correction_E=correction_E)
+    wanted_TK, order_TK = torch_choose(logits.whole(), choice, correction_E=correction_E)
+    assert torch.equal(expert_TK, order_TK)
+    torch.testing.assert_close(weight_TK, wanted_TK)
+    others_TK = torch_choose(logits.whole(), replace(choice, groups=1, top_groups=1))[1]
+    assert not torch.equal(expert_TK, others_TK), "neither groups nor corrections matter"
+
+
 def test_logits_that_are_no_numbers_choose_experts_that_are_there() -> None:
     logits_TE = torch.full((2, 3), torch.nan)
     logits_TE[1] = torch.tensor([-torch.inf, 1.0, -torch.inf])

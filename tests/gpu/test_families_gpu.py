@@ -42,6 +42,7 @@ class World:
         "gemma4",
         "gemma4-moe",
         "gemma3",
+        "glm4-moe",
         "gpt-oss",
         "qwen3.5",
         "qwen3.5-moe",

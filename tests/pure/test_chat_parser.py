@@ -489,6 +489,7 @@ def read_hermes(text: str) -> Parsed:
         ("'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4_mini_json", None),
         ("[gMASK]<sop><|observation|>", "glm4", None),
         ("[gMASK]<sop>{{ item['tools'] }}<|observation|>", None, None),
+        ("{{ '</think>' }}<tool_call>{{ name }}<arg_key>a</arg_key><|observation|>", None, "think"),
         ("respond only with <|tool_call|> followed by a list", "granite", None),
         ("{{ messages[0].content }}", None, None),
     ],

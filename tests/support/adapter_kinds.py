@@ -30,6 +30,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
@@ -208,6 +209,18 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         mlp_only_layers=[0],
         tie_word_embeddings=False,
     ),
+    # The first layer is dense.
+    "glm4-moe": Glm4MoeConfig(
+        **SIZES,
+        head_dim=16,
+        use_qk_norm=True,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
     # Two ranks have a part of every expert, and four of them whole experts.
     "gpt-oss": GptOssConfig(
         **SIZES | {"intermediate_size": 64},
@@ -230,9 +243,11 @@ LINEAR = {
 }
 """Families with linear attention, and what they have beside the projections of others."""
 BIASED = ("qwen2", "glm4")
-MIXTURES = ("qwen3-moe", "qwen3.5-moe", "qwen3-next", "gemma4-moe", "gpt-oss", "mixtral")
+MIXTURES = (
+    *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "glm4-moe", "gemma4-moe", "gpt-oss", "mixtral"),
+)
 ONLY_EXPERTS = ("gpt-oss", "mixtral")
-CONVERTED = ("qwen3-moe", "mixtral")
+CONVERTED = ("qwen3-moe", "glm4-moe", "mixtral")
 """The families for which peft too reads adapters of single experts."""
 UNTIED = (
     *(
@@ -499,6 +514,8 @@ def make_base(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
+        elif name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)
     model.save_pretrained(folder)
     return model
 

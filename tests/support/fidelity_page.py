@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import adapter_kinds
 from adapter_kinds import KINDS, SERVED
 
 NAMES = dict(
@@ -30,12 +31,16 @@ NAMES = dict(
                 "SmolLM 3",
             ),
             *("Granite 3", "Granite 4", "Gemma 3", "Gemma 4", "GLM 4", "Cohere 2", "Qwen 3.5"),
-            *("Qwen 3 MoE", "Qwen 3.5 MoE", "Qwen 3 Next", "Gemma 4 MoE", "gpt-oss", "Mixtral"),
+            *("Qwen 3 MoE", "Qwen 3.5 MoE", "Qwen 3 Next", "GLM 4 MoE", "Gemma 4 MoE"),
+            *("gpt-oss", "Mixtral"),
         ),
         strict=True,
     )
 )
-MIXTURES = "Qwen 3 MoE, Qwen 3.5 MoE, Qwen 3 Next, Gemma 4 MoE, gpt-oss, Mixtral"
+MIXTURES, CONVERTED = (
+    ", ".join(NAMES[family] for family in families)
+    for families in (adapter_kinds.MIXTURES, adapter_kinds.CONVERTED)
+)
 
 HEAD = """\
 # Fidelity
@@ -52,8 +57,8 @@ kinds (`make exhaustive`). 16-bit types compute the same, with their rounding.
 """
 ALL = f"**Families.** *All* are {', '.join([*NAMES.values()][:-1])} and {[*NAMES.values()][-1]}."
 FAMILIES = """\
-- In the last six, the mixtures of experts, these kinds apply to attention, dense layers and shared
-  experts. Experts have rows of their own.
+- In the last seven, the mixtures of experts, these kinds apply to attention, dense layers and
+  shared experts. Experts have rows of their own.
 - In Phi 3, q, k and v are one projection, and so are gate and up; in GLM 4 and Granite 4,
   only gate and up are.
 - In Qwen 3.5, its mixture and Qwen 3 Next, the kinds apply to linear attention too, and in Granite
@@ -242,7 +247,7 @@ SECTIONS: dict[str, list[Exact]] = {
             ("experts: gate-up", "experts: down", "experts: all"),
             families=MIXTURES,
         ),
-        Exact("experts, a tensor for each", ("experts: single",), families="Qwen 3 MoE, Mixtral"),
+        Exact("experts, a tensor for each", ("experts: single",), families=CONVERTED),
     ],
     "Several at once": [
         Exact(

@@ -163,6 +163,13 @@ ROWS = [
         limits="tools of GLM-4-0414's template only",
     ),
     Row(
+        "GLM 4.5, 4.6, 4.7",
+        "glm4-moe",
+        ("Glm4Moe",),
+        reasoning=THINK,
+        limits="no tools; the head that drafts tokens is not served",
+    ),
+    Row(
         "Cohere 2 (Command R7B, A)",
         "cohere2",
         ("Cohere2",),

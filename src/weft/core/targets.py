@@ -64,6 +64,8 @@ class Packed:
     """Over how many ranks the half of A and B is divided that is not cut with the weight: A of a
     column layer by its inputs, B of a row layer by its outputs. 1: each rank has all of that half.
     """
+    float32: bool = False
+    """Whether its weight is float32; else it has the model's dtype."""
 
     @property
     def parts_of(self) -> tuple[tuple[int, ...], ...]:

@@ -26,68 +26,14 @@ from weft.kernels.triton_base import (
     INTERPRETED,
     activated,
     dot,
-    has_pending,
     launch_options,
     meeting_place,
     starts_early,
-    with_pending,
 )
+from weft.kernels.triton_choice import choose_experts
 
 FEW_TOKENS = 64
 """Up to so many tokens, these kernels are faster than a grouped product."""
-
-
-@triton.jit
-def _choose(
-    logits_ptr,
-    weight_ptr,
-    expert_ptr,
-    scale_ptr,
-    add_ptr,
-    add_slot_ptr,
-    E,
-    FIRST: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    OF_CHOSEN: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    SCALED: tl.constexpr,
-    PENDING: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The experts of one row, the likeliest first, less FIRST, and their weights; one program per
-    row."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    e = tl.arange(0, BLOCK_E)
-    row = tl.program_id(0)
-    has = has_pending(add_slot_ptr + row, PENDING)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    at = row.to(tl.int64) * E + e
-    logits = tl.load(logits_ptr + at, mask=e < E, other=float("-inf"))
-    logits = with_pending(logits, add_ptr + at, has, e < E, PENDING).to(tl.float32)
-    # What is no number comes last, but ahead of what is beyond the experts.
-    left = tl.where(e < E, tl.where(logits > -3e38, logits, -3e38), float("-inf"))
-    share = tl.exp(logits - tl.max(left))
-    chosen = tl.full((BLOCK_E,), 0, tl.int32)
-    order = tl.full((BLOCK_E,), 0, tl.int32)
-    for rank in tl.static_range(TOP_K):
-        expert = tl.argmax(tl.where(chosen > 0, float("-inf"), left), 0, tie_break_left=True)
-        order = tl.where(e == expert, rank, order)
-        chosen = tl.where(e == expert, 1, chosen)
-    counted = share
-    if OF_CHOSEN or NORMALIZE:
-        counted = tl.where(chosen > 0, share, 0.0)
-    weight = share / tl.sum(counted)
-    if ROUNDED:
-        weight = weight.to(logits_ptr.dtype.element_ty).to(tl.float32)
-    if SCALED:
-        weight *= tl.load(scale_ptr + e, mask=e < E, other=0.0).to(tl.float32)
-    pair = row.to(tl.int64) * TOP_K + order
-    tl.store(weight_ptr + pair, weight, mask=chosen > 0)
-    tl.store(expert_ptr + pair, e.to(tl.int64) - FIRST, mask=chosen > 0)
 
 
 @triton.jit
@@ -291,37 +237,6 @@ def _down(
         tl.store(tickets_ptr + tile, 0)
 
 
-def choose_experts(
-    logits: Product, choice: ExpertChoice, scale_E: Tensor | None = None, first: int = 0
-) -> tuple[Tensor, Tensor]:
-    """The weights, float32, and numbers, int64, of each row's experts, both (T, K); see
-    `weft.kernels.ops.choose_experts`. Experts are counted from `first` on."""
-    logits_TE, pending = logits
-    (num_rows, num_experts), top_k = logits_TE.shape, choice.top_k
-    weight_TK = logits_TE.new_empty((num_rows, top_k), dtype=torch.float32)
-    expert_TK = logits_TE.new_empty((num_rows, top_k), dtype=torch.int64)
-    nothing, block = (logits_TE, logits_TE), next_power_of_2(num_experts)
-    _choose[num_rows,](
-        logits_TE,
-        weight_TK,
-        expert_TK,
-        weight_TK if scale_E is None else scale_E,
-        *(nothing if pending is None else (pending.add_TO, pending.slot_T)),
-        num_experts,
-        FIRST=first,
-        TOP_K=top_k,
-        BLOCK_E=block,
-        OF_CHOSEN=choice.of_chosen,
-        NORMALIZE=choice.normalize,
-        ROUNDED=choice.rounded,
-        SCALED=scale_E is not None,
-        PENDING=pending is not None,
-        num_warps=1 if block <= 128 else 4,
-        **launch_options(starts_early(logits_TE.device)),
-    )
-    return weight_TK, expert_TK
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertCut:
     """How a product of experts is cut for the device."""
@@ -362,7 +277,8 @@ def mixture(
         return None
     if x_TI.dtype == torch.float32 and not INTERPRETED:
         return None
-    chosen = choose_experts(logits, choice, experts.scale_E, experts.first or 0)
+    scale_E, correction_E = experts.scale_E, experts.correction_E
+    chosen = choose_experts(logits, choice, scale_E, experts.first or 0, correction_E)
     return mlp(x_TI, *chosen, experts, activation)
 
 

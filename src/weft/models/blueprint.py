@@ -125,12 +125,18 @@ def _linear_attention(config: ModelConfig, i: int) -> list[Packed]:
 
 
 def _vectors(config: ModelConfig) -> list[Vector]:
-    """The tensors of attention besides its projections and norms, which no adapter changes."""
+    """The tensors besides projections and norms, which no adapter changes."""
     shape, heads = config.linear, config.num_heads
     if config.blocks == "gemma4":
         return _gemma4_vectors(config)
     if config.sinks:
         return [Vector(sinks_of(i), (heads,), (heads,)) for i in range(config.num_layers)]
+    if config.moe is not None and config.moe.correction:
+        num, layers = (
+            config.moe.num_experts,
+            [i for i, is_moe in enumerate(config.moe.layers) if is_moe],
+        )
+        return [Vector(config.moe.correction_of(i), (num,), (num,)) for i in layers]
     if shape is None:
         return []
     own: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -199,20 +205,24 @@ def _experts(moe: MoeConfig, hidden: int, i: int) -> list[Packed]:
     gate_up = Packed(key, "experts", hidden, parts, one, bias, axes[0])
     num, router = moe.num_experts, _named(name, moe.router)
     return [
-        Packed(f"{i}.router", "linear", hidden, (num,), router, bias),
+        Packed(f"{i}.router", "linear", hidden, (num,), router, bias, float32=moe.exact_router),
         *([replace(gate_up, names=pair)] if len(parts) == 2 else []),
         gate_up,
         Packed(f"{i}.experts_down", "experts", inner, (hidden,), down, bias, axes[1]),
-        *(_shared_expert(name, hidden, moe.shared_size, i) if moe.shared_size else ()),
+        *(_shared_expert(moe, name, hidden, i) if moe.shared_size else ()),
     ]
 
 
-def _shared_expert(name: str, hidden: int, inner: int, i: int) -> list[Packed]:
-    """The expert that all tokens go through, and its gate."""
-    gate_up = _named(name, "shared_expert.gate_proj", "shared_expert.up_proj")
-    gate, down = _named(name, "shared_expert_gate"), _named(name, "shared_expert.down_proj")
+def _shared_expert(moe: MoeConfig, name: str, hidden: int, i: int) -> list[Packed]:
+    """The expert that all tokens go through, and its gate if it has one."""
+    inner, own = moe.shared_size, "shared_expert" if moe.shared_gated else "shared_experts"
+    gate_up, down = (
+        _named(f"{name}{own}.", "gate_proj", "up_proj"),
+        _named(f"{name}{own}.", "down_proj"),
+    )
+    gate = Packed(f"{i}.shared_gate", "linear", hidden, (1,), _named(name, "shared_expert_gate"))
     return [
-        Packed(f"{i}.shared_gate", "linear", hidden, (1,), gate),
+        *([gate] if moe.shared_gated else []),
         Packed(f"{i}.shared_gate_up", "linear", hidden, (inner, inner), gate_up, axis="column"),
         Packed(f"{i}.shared_down", "linear", inner, (hidden,), down, axis="row"),
     ]

@@ -121,13 +121,16 @@ class LayerBuilder:
         activation = self.config.activation if clamped is None else ClampedSwiglu(*clamped)
         shared = None
         if moe.shared_size:
-            gate = self.linear(f"{layer}.shared_gate")
+            gate = self.linear(f"{layer}.shared_gate") if moe.shared_gated else None
             shared = SharedExpert(gate, self._dense_mlp(f"{layer}.shared_"))
-        scale_E = self.weights.vectors.get(f"model.layers.{layer}.{EXPERT_SCALES}")
+        vectors = self.weights.vectors
+        scale_E = vectors.get(f"model.layers.{layer}.{EXPERT_SCALES}")
+        if moe.scale != 1:
+            scale_E = torch.full((moe.num_experts,), moe.scale, device=self.weights.embed.device)
+        correction_E = vectors.get(moe.correction_of(layer))
         first = self.ranks.rank * moe.num_here if moe.expert_ranks > 1 else None
-        return SparseMlp(
-            router, gate_up_E, down_E, moe, self.ops, activation, shared, scale_E, first
-        )
+        mlp = SparseMlp(router, gate_up_E, down_E, moe, self.ops, activation)
+        return replace(mlp, shared=shared, scale_E=scale_E, first=first, correction_E=correction_E)
 
     def _dense_mlp(self, of: str) -> DenseMlp:
         gate_up, down = self.linear(f"{of}gate_up"), self.linear(f"{of}down")

@@ -321,7 +321,7 @@ def _hf_config(folder: Path) -> Any:
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("intermediate_size", "moe_intermediate_size", "shared_intermediate_size"),
-    "max_position_embeddings",
+    *("max_position_embeddings", "n_shared_experts"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "vocab_size_per_layer_input"),
     *("mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_n_heads"),
@@ -329,7 +329,8 @@ _SIZES = (
 _NUMBERS = (
     *("attention_multiplier", "embedding_multiplier", "final_logit_softcapping"),
     *("layer_norm_eps", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
-    *("residual_multiplier", "rms_norm_eps", "swiglu_alpha", "swiglu_limit"),
+    *("residual_multiplier", "rms_norm_eps", "routed_scaling_factor"),
+    *("swiglu_alpha", "swiglu_limit"),
 )
 """Fields that must be finite where a configuration has them."""
 _FACTORS = "attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"
@@ -359,7 +360,7 @@ def _build(
         attention_bias=_flag(hf, family.attention_bias),
         attention_out_bias=_flag(hf, family.attention_out_bias),
         mlp_bias=_flag(hf, family.mlp_bias),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm if _flag(hf, family.qk_norm_if) else None,
         windows=windows,
         ropes=tuple(None if p is None else _rope(p, hf, family) for p in ropes),
         max_position_embeddings=min(context_limit(p, hf) for p in distinct),

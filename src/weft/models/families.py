@@ -191,6 +191,28 @@ def _qwen3_5_moe(hf: Any) -> MoeConfig:
     )
 
 
+def _glm4_moe(hf: Any) -> MoeConfig | None:
+    layers = tuple(i >= hf.first_k_dense_replace for i in range(hf.num_hidden_layers))
+    if not any(layers):
+        return None
+    return MoeConfig(
+        num_experts=hf.n_routed_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        normalize=bool(hf.norm_topk_prob),
+        round_weights=False,
+        layers=layers,
+        shared_size=hf.moe_intermediate_size * hf.n_shared_experts,
+        shared_gated=False,
+        exact_router=True,
+        sigmoid=True,
+        groups=(hf.n_group, hf.topk_group),
+        correction="gate.e_score_correction_bias",
+        least_sum=1e-20,
+        scale=float(hf.routed_scaling_factor),
+    )
+
+
 def _mixtral(hf: Any) -> MoeConfig:
     return MoeConfig(
         num_experts=hf.num_local_experts,
@@ -327,6 +349,15 @@ FAMILIES: dict[str, Family] = {
         ),
         partial_rotary=True,
         interleaved_rope=True,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe",
+        _no_windows,
+        attention_bias="attention_bias",
+        qk_norm="head",
+        qk_norm_if="use_qk_norm",
+        partial_rotary=True,
+        moe=_glm4_moe,
     ),
     "Cohere2ForCausalLM": _biased(
         "cohere2",

@@ -64,8 +64,24 @@ class MoeConfig:
     """alpha and limit, if the activation is `ClampedSwiglu`. Gate and up are then one projection of
     interleaved columns, with one tensor for all experts in checkpoints, (experts, in, out)."""
     shared_size: int = 0
-    """The inner width of an expert that all tokens go through, each with a weight of its own
-    between 0 and 1; 0: there is none."""
+    """The inner width of an expert that all tokens go through; 0: there is none."""
+    shared_gated: bool = True
+    """Whether each token has a weight of its own for the shared expert, between 0 and 1; else it is
+    1, and checkpoints call the expert `shared_experts`."""
+    exact_router: bool = False
+    """Whether the router's weight and its logits are float32; else they have the model's dtype."""
+    sigmoid: bool = False
+    """Whether an expert's weight is the sigmoid of its logit; else weights are a softmax."""
+    groups: tuple[int, int] = (1, 1)
+    """Into how many groups of neighbours experts are divided, and how many of these groups a token
+    chooses from: those whose two best experts are best together."""
+    correction: str = ""
+    """What the MLP calls a float32 tensor that is added to the experts' weights for the choice
+    alone; "": there is none."""
+    least_sum: float = 0.0
+    """What is added to the sum that weights are divided by for a sum of 1."""
+    scale: float = 1.0
+    """What the weights are multiplied by in the end."""
     place: str = "mlp."
     """The prefix of the names of router and experts within a layer."""
     stacked: bool = False
@@ -85,6 +101,22 @@ class MoeConfig:
         if not 1 <= self.top_k <= self.num_experts:
             message = f"num_experts_per_tok must be in [1, {self.num_experts}], got {self.top_k}"
             raise ConfigError(message, "num_experts_per_tok")
+        groups, top_groups = self.groups
+        if (
+            groups < 1
+            or self.num_experts % groups
+            or (groups > 1 and self.num_experts < 2 * groups)
+        ):
+            message = f"n_group must divide {self.num_experts} experts by two or more, got {groups}"
+            raise ConfigError(message, "n_group")
+        least = -(-self.top_k * groups // self.num_experts)
+        if not least <= top_groups <= groups:
+            message = f"topk_group must be in [{least}, {groups}], got {top_groups}"
+            raise ConfigError(message, "topk_group")
+
+    def correction_of(self, layer: int) -> str:
+        """The name of a layer's tensor of corrections."""
+        return f"model.layers.{layer}.{self.names[0]}.{self.correction}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +279,7 @@ class Family:
     attention_out_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: QkNorm | None = None
+    qk_norm_if: bool | str = True
     fused_qkv: bool = False
     mlp_names: tuple[str, ...] = MLP_NAMES
     """What a layer calls gate, up and down, or only two names if gate and up are one projection."""

@@ -23,6 +23,7 @@ READ = frozenset(
         "enable_moe_block",
         "eos_token_id",
         "final_logit_softcapping",
+        "first_k_dense_replace",
         "global_head_dim",
         "head_dim",
         "hidden_act",
@@ -51,6 +52,9 @@ READ = frozenset(
         "mlp_only_layers",
         "model_type",
         "moe_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
         "no_rope_layers",
         "norm_topk_prob",
         "num_attention_heads",
@@ -69,6 +73,7 @@ READ = frozenset(
         "residual_multiplier",
         "rms_norm_eps",
         "rope_parameters",
+        "routed_scaling_factor",
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
         "sliding_window",
@@ -77,8 +82,10 @@ READ = frozenset(
         "swiglu_limit",
         "tie_word_embeddings",
         "top_k_experts",
+        "topk_group",
         "use_bidirectional_attention",
         "use_double_wide_mlp",
+        "use_qk_norm",
         "use_sliding_window",
         "vocab_size",
         "vocab_size_per_layer_input",
@@ -124,6 +131,9 @@ WITHOUT_EFFECT = frozenset(
         # what the tensors of a prediction head say
         "mtp_num_hidden_layers",
         "mtp_use_dedicated_embeddings",
+        # prediction heads that are not served
+        "num_mtp_layers",
+        "num_nextn_predict_layers",
     }
 )
 

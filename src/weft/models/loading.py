@@ -309,8 +309,10 @@ def allocate_weights(
     for norm in table.norms:
         weights.norms[norm.name] = torch.empty(norm.size, dtype=dtype, device=device)
     for name, shape, *_ in table.vectors:
-        # Parameters of decays stay in fp32, as their rounding would act again with every token.
-        own = torch.float32 if name.endswith(("A_log", "dt_bias")) else dtype
+        # Parameters of decays stay in fp32, as their rounding would act again with every token, and
+        # so do corrections, as they decide between experts whose weights may differ little.
+        is_fp32 = name.endswith(("A_log", "dt_bias", "correction_bias"))
+        own = torch.float32 if is_fp32 else dtype
         weights.vectors[name] = torch.empty(shape, dtype=own, device=device)
     return weights
 
@@ -325,6 +327,8 @@ def _empty_matrix(
     outputs, inputs = group.out_features, group.in_features
     if share is not None:
         outputs = share.stop - share.start
+    if group.packed.float32:
+        dtype = torch.float32
     if group.kind == "experts":
         return torch.empty((num_experts, outputs, inputs), dtype=dtype, device=device)
     if group.kind == "embedding":

@@ -112,11 +112,13 @@ class DenseMlp:
 class SharedExpert:
     """An expert that all tokens go through."""
 
-    gate: Linear
-    """The projection to one number; its sigmoid is the token's weight."""
+    gate: Linear | None
+    """The projection to one number, whose sigmoid is the token's weight; None: weights are 1."""
     mlp: DenseMlp
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
+        if self.gate is None:
+            return self.mlp(x_TI, step).whole()
         weight_T1 = self.gate.whole(x_TI, step).sigmoid()
         return self.mlp(x_TI, step).whole() * weight_T1
 
@@ -156,12 +158,14 @@ class SparseMlp:
     """Factors of the experts' weights; None: 1."""
     first: int | None = None
     """The number of the first expert on this rank; None: all experts are."""
+    correction_E: Tensor | None = None
+    """What is added to the experts' weights for the choice alone; None: nothing."""
 
     def __call__(self, x_TI: Tensor, step: StepContext, routed_TI: Tensor | None = None) -> Product:
         """`routed_TI`: what the router reads; None: x itself."""
         shared_TI = None if self.shared is None else self.shared(x_TI, step)
         routed_TI = x_TI if routed_TI is None else routed_TI
-        logits, lora = self.router(routed_TI, step), step.lora if step.changes_experts else None
+        logits, lora = self._logits(routed_TI, step), step.lora if step.changes_experts else None
         y_TI = None
         if lora is None:
             y_TI = self.ops.mixture(x_TI, logits, self.choice, self.experts, self.activation)
@@ -169,22 +173,39 @@ class SparseMlp:
             y_TI = self._sorted(x_TI, logits, lora)
         return Product(y_TI if shared_TI is None else y_TI + shared_TI)
 
+    def _logits(self, x_TI: Tensor, step: StepContext) -> Product:
+        router, lora = self.router, step.lora
+        if not self.moe.exact_router or x_TI.dtype == torch.float32:
+            return router(x_TI, step)
+        if lora is not None:
+            lora.start(x_TI, router.group)
+        y_TE = F.linear(x_TI.float(), router.weight.dequantized(torch.float32))
+        if lora is not None:
+            add_TE = torch.zeros_like(y_TE, dtype=x_TI.dtype)
+            lora.linear(add_TE, x_TI, router.group)
+            y_TE += add_TE
+        return Product(y_TE)
+
     @property
     def choice(self) -> ExpertChoice:
         moe = self.moe
-        return ExpertChoice(moe.top_k, moe.weights_of_chosen, moe.normalize, moe.round_weights)
+        weights = moe.weights_of_chosen, moe.normalize, moe.round_weights, moe.sigmoid
+        return ExpertChoice(moe.top_k, *weights, *moe.groups, moe.least_sum)
 
     @property
     def experts(self) -> ExpertWeights:
         into, out = self.gate_up, self.down
         return ExpertWeights(
-            into.weight_EOI, out.weight_EOI, into.bias_EO, out.bias_EO, self.scale_E, self.first
+            *(into.weight_EOI, out.weight_EOI, into.bias_EO, out.bias_EO),
+            *(self.scale_E, self.correction_E, self.first),
         )
 
     def _sorted(self, x_TI: Tensor, logits: Product, lora_step: LoraStep | None) -> Tensor:
         """The sum over each token's experts on this rank, (T, I), by products of rows that are
         ordered by expert."""
-        weight_TK, expert_TK = choose_experts(logits.whole(), self.choice, self.scale_E)
+        weight_TK, expert_TK = choose_experts(
+            logits.whole(), self.choice, self.scale_E, self.correction_E
+        )
         routing = route(expert_TK, self.moe.num_here, self.first)
         token_P = routing.order_P // self.moe.top_k
         x_PI = x_TI[token_P]

@@ -90,7 +90,7 @@ TOOL_FORMATS = {
 """
 
 
-_SHOWN_BY = (
+_SHOWN_BY: tuple[tuple[str, str | None], ...] = (
     ("<|tool_call>", "gemma4"),
     ("<start_function_call>", "functiongemma"),
     ("<function_calls>", "olmo3"),
@@ -99,11 +99,13 @@ _SHOWN_BY = (
     ("[TOOL_CALLS]", "mistral"),
     ("<function=", "qwen3_coder"),
     ("<|START_ACTION|>", "cohere"),
+    ("<arg_key>", None),  # GLM 4.5 to 4.7
     ("<tool_call>", "hermes"),
     ("<|tool_call|>", "granite"),
     ("<|observation|>", "glm4"),
 )
-"""What a chat template holds, and the format that this means; the first that is found counts."""
+"""What a chat template holds, and the format that this means, None for one that is not read; the
+first that is found counts."""
 
 
 def detect_tool_format(chat_template: str) -> str | None:

@@ -1,0 +1,140 @@
+"""The choice of each token's experts, in one launch.
+
+Shapes: T token rows, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.core.numbers import next_power_of_2
+from weft.kernels.ops import ExpertChoice, Product
+from weft.kernels.triton_base import has_pending, launch_options, starts_early, with_pending
+
+
+@triton.jit
+def _choose(
+    logits_ptr,
+    weight_ptr,
+    expert_ptr,
+    scale_ptr,
+    add_ptr,
+    add_slot_ptr,
+    correction_ptr,
+    E,
+    FIRST: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OF_CHOSEN: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    SCALED: tl.constexpr,
+    PENDING: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    LEAST_SUM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The experts of one row, the likeliest first, less FIRST, and their weights; one program per
+    row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    e = tl.arange(0, BLOCK_E)
+    row = tl.program_id(0)
+    has = has_pending(add_slot_ptr + row, PENDING)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at = row.to(tl.int64) * E + e
+    logits = tl.load(logits_ptr + at, mask=e < E, other=float("-inf"))
+    logits = with_pending(logits, add_ptr + at, has, e < E, PENDING).to(tl.float32)
+    # What is no number comes last, but ahead of what is beyond the experts.
+    left = tl.where(e < E, tl.where(logits > -3e38, logits, -3e38), float("-inf"))
+    share = tl.exp(logits - tl.max(left))
+    if SIGMOID or CORRECTED:
+        share = tl.sigmoid(left) if SIGMOID else share / tl.sum(share)
+        rating = share
+        if CORRECTED:
+            rating += tl.load(correction_ptr + e, mask=e < E, other=0.0)
+        left = tl.where(e < E, tl.where(rating > -3e38, rating, -3e38), float("-inf"))
+        if TOP_GROUPS < GROUPS:
+            left = _in_top_groups(left, e, e // (E // GROUPS), GROUPS, TOP_GROUPS)
+    chosen = tl.full((BLOCK_E,), 0, tl.int32)
+    order = tl.full((BLOCK_E,), 0, tl.int32)
+    for rank in tl.static_range(TOP_K):
+        expert = tl.argmax(tl.where(chosen > 0, float("-inf"), left), 0, tie_break_left=True)
+        order = tl.where(e == expert, rank, order)
+        chosen = tl.where(e == expert, 1, chosen)
+    counted = share
+    if OF_CHOSEN or NORMALIZE:
+        counted = tl.where(chosen > 0, share, 0.0)
+    weight = share / tl.sum(counted)
+    if SIGMOID or CORRECTED:
+        weight = share / (tl.sum(counted) + LEAST_SUM) if NORMALIZE else share
+    if ROUNDED:
+        weight = weight.to(logits_ptr.dtype.element_ty).to(tl.float32)
+    if SCALED:
+        weight *= tl.load(scale_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+    pair = row.to(tl.int64) * TOP_K + order
+    tl.store(weight_ptr + pair, weight, mask=chosen > 0)
+    tl.store(expert_ptr + pair, e.to(tl.int64) - FIRST, mask=chosen > 0)
+
+
+@triton.jit
+def _in_top_groups(rating, e, group, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
+    """The ratings of one row's experts e, and -inf for experts of other groups than the best."""
+    of_group = tl.full(rating.shape, float("-inf"), tl.float32)
+    for g in tl.static_range(GROUPS):
+        own = tl.where(group == g, rating, float("-inf"))
+        rest = tl.where(e == tl.argmax(own, 0, tie_break_left=True), float("-inf"), own)
+        of_group = tl.where(group == g, tl.max(own) + tl.max(rest), of_group)
+    best = tl.full(rating.shape, 0, tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        at = tl.argmax(tl.where(best > 0, float("-inf"), of_group), 0, tie_break_left=True)
+        best = tl.where(group == tl.sum(tl.where(e == at, group, 0)), 1, best)
+    return tl.where(best > 0, rating, float("-inf"))
+
+
+def choose_experts(
+    logits: Product,
+    choice: ExpertChoice,
+    scale_E: Tensor | None = None,
+    first: int = 0,
+    correction_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The weights, float32, and numbers, int64, of each row's experts, both (T, K); see
+    `weft.kernels.ops.choose_experts`. Experts are counted from `first` on."""
+    logits_TE, pending = logits
+    (num_rows, num_experts), top_k = logits_TE.shape, choice.top_k
+    weight_TK = logits_TE.new_empty((num_rows, top_k), dtype=torch.float32)
+    expert_TK = logits_TE.new_empty((num_rows, top_k), dtype=torch.int64)
+    nothing, block = (logits_TE, logits_TE), next_power_of_2(num_experts)
+    _choose[num_rows,](
+        logits_TE,
+        weight_TK,
+        expert_TK,
+        weight_TK if scale_E is None else scale_E,
+        *(nothing if pending is None else (pending.add_TO, pending.slot_T)),
+        weight_TK if correction_E is None else correction_E,
+        num_experts,
+        FIRST=first,
+        TOP_K=top_k,
+        BLOCK_E=block,
+        OF_CHOSEN=choice.of_chosen,
+        NORMALIZE=choice.normalize,
+        ROUNDED=choice.rounded,
+        SCALED=scale_E is not None,
+        PENDING=pending is not None,
+        SIGMOID=choice.sigmoid,
+        CORRECTED=correction_E is not None,
+        GROUPS=choice.groups,
+        TOP_GROUPS=choice.top_groups,
+        LEAST_SUM=choice.least_sum,
+        num_warps=1 if block <= 128 else 4,
+        **launch_options(starts_early(logits_TE.device)),
+    )
+    return weight_TK, expert_TK
