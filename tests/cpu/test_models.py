@@ -31,11 +31,13 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -164,6 +166,19 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2-window": Qwen2Config(
         **SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1
     ),
+    "qwen2-moe": Qwen2MoeConfig(
+        **SIZES, **EXPERTS, shared_expert_intermediate_size=12, mlp_only_layers=[1]
+    ),
+    "qwen2-moe-window-tied": Qwen2MoeConfig(
+        **SIZES,
+        **EXPERTS,
+        shared_expert_intermediate_size=24,
+        norm_topk_prob=True,
+        qkv_bias=False,
+        use_sliding_window=True,
+        sliding_window=6,
+        tie_word_embeddings=True,
+    ),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
     "qwen3-tied-bias": Qwen3Config(
         **SIZES, head_dim=16, tie_word_embeddings=True, attention_bias=True, **YARN
@@ -254,6 +269,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
             "full_attention": YARN["rope_parameters"],
         },
+    ),
+    "olmoe": OlmoeConfig(**SIZES, **NO_PAD, num_experts=5, num_experts_per_tok=2),
+    "olmoe-normalized-tied-bias": OlmoeConfig(
+        **SIZES,
+        **NO_PAD,
+        num_experts=4,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        attention_bias=True,
+        tie_word_embeddings=True,
     ),
     "smollm3": SmolLM3Config(**SIZES | {"num_hidden_layers": 4}, **NO_PAD),
     "smollm3-window-bias": SmolLM3Config(
@@ -1073,6 +1098,7 @@ def test_layer_types_that_disagree_are_refused(
         ("granite4", "shared_intermediate_size", 0),
         ("granite4", "attention_multiplier", None),
         ("glm", "num_key_value_heads", None),
+        ("olmoe", "clip_qkv", 8.0),
         ("glm4-moe-groups", "n_group", 5),
         ("glm4-moe-groups", "n_group", 12),
         ("glm4-moe-groups", "n_group", 0),

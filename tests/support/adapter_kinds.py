@@ -40,10 +40,12 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -209,6 +211,19 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         mlp_only_layers=[0],
         tie_word_embeddings=False,
     ),
+    "qwen2-moe": Qwen2MoeConfig(
+        **SIZES,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=12,
+    ),
+    "olmoe": OlmoeConfig(
+        **SIZES | {"intermediate_size": 20},
+        pad_token_id=None,
+        num_experts=6,
+        num_experts_per_tok=2,
+    ),
     # The first layer is dense.
     "glm4-moe": Glm4MoeConfig(
         **SIZES,
@@ -242,12 +257,13 @@ LINEAR = {
     "qwen3-next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
 }
 """Families with linear attention, and what they have beside the projections of others."""
-BIASED = ("qwen2", "glm4")
+BIASED = ("qwen2", "qwen2-moe", "glm4")
 MIXTURES = (
-    *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "glm4-moe", "gemma4-moe", "gpt-oss", "mixtral"),
+    *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
+    *("gpt-oss", "mixtral"),
 )
-ONLY_EXPERTS = ("gpt-oss", "mixtral")
-CONVERTED = ("qwen3-moe", "glm4-moe", "mixtral")
+ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral")
+CONVERTED = ("qwen3-moe", "olmoe", "glm4-moe", "mixtral")
 """The families for which peft too reads adapters of single experts."""
 UNTIED = (
     *(

@@ -31,7 +31,8 @@ NAMES = dict(
                 "SmolLM 3",
             ),
             *("Granite 3", "Granite 4", "Gemma 3", "Gemma 4", "GLM 4", "Cohere 2", "Qwen 3.5"),
-            *("Qwen 3 MoE", "Qwen 3.5 MoE", "Qwen 3 Next", "GLM 4 MoE", "Gemma 4 MoE"),
+            *("Qwen 3 MoE", "Qwen 3.5 MoE", "Qwen 3 Next", "Qwen 2 MoE", "OLMoE"),
+            *("GLM 4 MoE", "Gemma 4 MoE"),
             *("gpt-oss", "Mixtral"),
         ),
         strict=True,
@@ -57,14 +58,14 @@ kinds (`make exhaustive`). 16-bit types compute the same, with their rounding.
 """
 ALL = f"**Families.** *All* are {', '.join([*NAMES.values()][:-1])} and {[*NAMES.values()][-1]}."
 FAMILIES = """\
-- In the last seven, the mixtures of experts, these kinds apply to attention, dense layers and
+- In the last nine, the mixtures of experts, these kinds apply to attention, dense layers and
   shared experts. Experts have rows of their own.
 - In Phi 3, q, k and v are one projection, and so are gate and up; in GLM 4 and Granite 4,
   only gate and up are.
 - In Qwen 3.5, its mixture and Qwen 3 Next, the kinds apply to linear attention too, and in Granite
   4 to Mamba layers.
-- `bias` applies to the biases that Qwen 2 and GLM 4 have. Those of gpt-oss can't be replaced,
-  because `peft` saves the biases of its experts with them.
+- `bias` applies to the biases that Qwen 2, its mixture and GLM 4 have. Those of gpt-oss can't be
+  replaced, because `peft` saves the biases of its experts with them.
 - (IA)³ of the head needs a head that is not tied to the embedding.
 """
 COLUMNS = """\

@@ -72,6 +72,7 @@ ROWS = [
         tools="`hermes`",
         limits=IMAGES,
     ),
+    Row("Qwen 2 MoE", "qwen2-moe", ("Qwen2Moe",), limits="no tools"),
     Row(
         "Qwen 3, 3 VL",
         "qwen3-tied",
@@ -147,6 +148,7 @@ ROWS = [
     Row("SmolLM 3", "smollm3", ("SmolLM3",), tools="`hermes`", reasoning=THINK),
     Row("OLMo 2", "olmo2", ("Olmo2",), limits="no tools"),
     Row("OLMo 3", "olmo3", ("Olmo3",), tools="`olmo3`", reasoning=THINK),
+    Row("OLMoE", "olmoe", ("Olmoe",), limits="no tools; no `clip_qkv`"),
     Row("Granite 3", "granite", ("Granite",), tools="`granite`"),
     Row(
         "Granite 4",

@@ -213,6 +213,17 @@ def _glm4_moe(hf: Any) -> MoeConfig | None:
     )
 
 
+def _olmoe(hf: Any) -> MoeConfig:
+    return MoeConfig(
+        num_experts=hf.num_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        normalize=bool(hf.norm_topk_prob),
+        round_weights=True,
+        layers=(True,) * int(hf.num_hidden_layers),
+    )
+
+
 def _mixtral(hf: Any) -> MoeConfig:
     return MoeConfig(
         num_experts=hf.num_local_experts,
@@ -298,6 +309,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen2_5_VLForConditionalGeneration": replace(
         _QWEN2, model_type="qwen2_5_vl_text", text_of="qwen2_5_vl"
     ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe", _layer_windows, attention_bias="qkv_bias", moe=_qwen3_next_moe
+    ),
     "Qwen3ForCausalLM": _biased("qwen3", _layer_windows, qk_norm="head"),
     "Qwen3MoeForCausalLM": _biased("qwen3_moe", _one_window, qk_norm="head", moe=_qwen3_moe),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
@@ -312,6 +326,7 @@ FAMILIES: dict[str, Family] = {
     "Olmo3ForCausalLM": _biased(
         "olmo3", one_window_by_type, qk_norm="width", blocks="post", ropes=rope_by_type
     ),
+    "OlmoeForCausalLM": _biased("olmoe", _no_windows, qk_norm="width", moe=_olmoe),
     "SmolLM3ForCausalLM": _biased(
         "smollm3", one_window_by_type, mlp_bias="mlp_bias", ropes=_rope_or_none
     ),

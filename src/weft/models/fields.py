@@ -68,6 +68,7 @@ READ = frozenset(
         "original_max_position_embeddings",
         "per_layer_config",
         "position_embedding_type",
+        "qkv_bias",
         "quantization_config",
         "query_pre_attn_scalar",
         "residual_multiplier",
