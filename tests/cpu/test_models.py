@@ -323,6 +323,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         mamba_d_state=12,
         residual_multiplier=0.5,
     ),
+    "granite4-experts": GraniteMoeHybridConfig(
+        **SIZES,
+        **NO_PAD,
+        **GRANITE4
+        | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
+        | {"num_local_experts": 5},
+        num_experts_per_tok=2,
+        mamba_d_state=8,
+    ),
     "granite4-hybrid-groups": GraniteMoeHybridConfig(
         **SIZES,
         **NO_PAD,
@@ -1093,8 +1102,8 @@ def test_layer_types_that_disagree_are_refused(
         ("granite4-hybrid", "time_step_limit", [0.0, 0.1]),
         ("granite4-hybrid", "mamba_d_state", 0),
         ("granite4-hybrid", "mamba_n_groups", 3),
-        ("granite4", "num_local_experts", 2),
         ("granite4", "num_local_experts", None),
+        ("granite4-experts", "num_experts_per_tok", 6),
         ("granite4", "shared_intermediate_size", 0),
         ("granite4", "attention_multiplier", None),
         ("glm", "num_key_value_heads", None),

@@ -122,8 +122,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         pad_token_id=None,
         layer_types=["linear_attention", "full_attention"],
         position_embedding_type="rope",
-        num_local_experts=0,
-        shared_intermediate_size=SIZES["intermediate_size"],
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        shared_intermediate_size=24,
         mamba_n_heads=4,
         mamba_d_state=8,
         embedding_multiplier=3.0,
@@ -260,7 +261,7 @@ LINEAR = {
 BIASED = ("qwen2", "qwen2-moe", "glm4")
 MIXTURES = (
     *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
-    *("gpt-oss", "mixtral"),
+    *("granite4", "gpt-oss", "mixtral"),
 )
 ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral")
 CONVERTED = ("qwen3-moe", "olmoe", "glm4-moe", "mixtral")
@@ -275,15 +276,12 @@ UNTIED = (
         "olmo2",
         "olmo3",
         "granite",
-        "granite4",
         "glm4",
         "qwen3.5",
     ),
     *MIXTURES,
 )
-NEWER = (
-    *("olmo3", "smollm3", "granite", "granite4", "gemma3", "gemma4", "glm4", "cohere2", "qwen3.5"),
-)
+NEWER = (*("olmo3", "smollm3", "granite", "gemma3", "gemma4", "glm4", "cohere2", "qwen3.5"),)
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;
 `make exhaustive` tries all kinds on all families."""
@@ -362,13 +360,17 @@ ROUTER = r"\bmlp\.gate\.", "mlp.router."
 OF_LAYER = (r"\bmlp\.gate\b", "router.proj"), (r"\bmlp\.experts\b", "experts")
 SHARED_MLP = (
     (r"\b(gate|up)_proj", "input_linear"),
-    (r"\bdown_proj", "output_linear"),
+    (r"(?<!experts\.)\bdown_proj", "output_linear"),
     (r"\bmlp\b", "shared_mlp"),
 )
 FUSED = {
     "phi3": (QKV, GATE_UP),
     "glm4": (GATE_UP,),
-    "granite4": SHARED_MLP,
+    "granite4": (
+        (r"\bmlp\.gate\b", "block_sparse_moe.router"),
+        (r"\bmlp\.experts\b", "block_sparse_moe.experts"),
+        *SHARED_MLP,
+    ),
     "gpt-oss": (ROUTER,),
     "gemma4-moe": OF_LAYER,
 }

@@ -155,7 +155,6 @@ ROWS = [
         "granite4",
         ("GraniteMoeHybrid",),
         tools="`hermes`",
-        limits="no experts",
     ),
     Row(
         "GLM 4 dense",

@@ -253,8 +253,8 @@ class Gathered:
     def _target(self, module: _ExpertModule, projection: str) -> Target:
         known = self._table.by_name
         target = known.get(f"{module.layer}.mlp.experts.{projection}")
-        if target is None:
-            target = known.get(f"{module.layer}.experts.{projection}")
+        for place in (module.layer, module.mlp):
+            target = target or known.get(f"{place}.experts.{projection}")
         if target is None:
             refuse(module.first, "the base model has no such projection of experts there")
         return target

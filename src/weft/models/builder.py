@@ -109,10 +109,14 @@ class LayerBuilder:
         return LinearAttention(into, out, delta, self.ops, norm)
 
     def mlp(self, layer: int) -> DenseMlp | SparseMlp:
-        moe = experts_of(self.config, layer)
+        moe, mlp = experts_of(self.config, layer), None
         if moe is None or moe.beside_mlp:
-            return self._dense_mlp(f"{layer}.")
-        return self.experts_of(layer, moe)
+            mlp = self._dense_mlp(f"{layer}.")
+        if moe is None or self.config.blocks == "gemma4":  # its experts are no part of the MLP
+            assert mlp is not None
+            return mlp
+        sparse = self.experts_of(layer, moe)
+        return sparse if mlp is None else replace(sparse, shared=SharedExpert(None, mlp))
 
     def experts_of(self, layer: int, moe: MoeConfig) -> SparseMlp:
         """The mixture of experts of a layer."""

@@ -87,11 +87,30 @@ def _granite_scales(hf: Any) -> Scales:
     )
 
 
-def _granite4_windows(hf: Any) -> tuple[int | None, ...]:
-    if hf.num_local_experts != 0:
-        message = f"num_local_experts {hf.num_local_experts} is not served, only 0: dense models"
+def _granite4_moe(hf: Any) -> MoeConfig | None:
+    if hf.num_local_experts == 0:
+        return None
+    if hf.num_local_experts is None:
+        message = "num_local_experts must be a number, which is 0 for a dense model, got null"
         raise ConfigError(message, "num_local_experts")
-    return _windows_but_linear(hf)
+    return MoeConfig(
+        num_experts=hf.num_local_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        normalize=False,
+        round_weights=True,
+        layers=(True,) * int(hf.num_hidden_layers),
+        router="router",
+        weights_of_chosen=True,
+        place="block_sparse_moe.",
+        stacked=True,
+        stored_names=(
+            ("router", "router.layer"),
+            ("experts.gate_up_proj", "input_linear.weight"),
+            ("experts.down_proj", "output_linear.weight"),
+        ),
+        beside_mlp=True,
+    )
 
 
 def _granite4_mamba(hf: Any) -> LinearConfig | None:
@@ -335,11 +354,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "GraniteMoeHybridForCausalLM": _biased(
         "granitemoehybrid",
-        _granite4_windows,
+        _windows_but_linear,
         mlp_names=("shared_mlp.input_linear", "shared_mlp.output_linear"),
         mlp_width="shared_intermediate_size",
         ropes=_granite4_ropes,
         linear=_granite4_mamba,
+        moe=_granite4_moe,
         scales=_granite_scales,
     ),
     "GlmForCausalLM": Family(

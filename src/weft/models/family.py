@@ -86,6 +86,9 @@ class MoeConfig:
     """The prefix of the names of router and experts within a layer."""
     stacked: bool = False
     """Whether checkpoints have all experts in one tensor, (experts, out, in)."""
+    stored_names: tuple[tuple[str, str], ...] = ()
+    """What checkpoints call router and experts, where that differs: ends of names, and what is
+    there instead."""
     beside_mlp: bool = False
     """Whether these layers also have a dense MLP, beside the experts."""
     expert_ranks: int = 1

@@ -220,9 +220,12 @@ def place_of_expert_bias(shard: Shard, group: Group, view_EO: Tensor | None) -> 
 
 
 def _stored_name(name: str, moe: MoeConfig | None) -> str:
-    """The name of a projection in checkpoints, where an MLP with experts may have another name."""
+    """The name of a projection in checkpoints, where those of an MLP with experts may differ."""
     if moe is not None and name.endswith(".mlp.gate"):
         return name.removesuffix("mlp.gate") + f"{moe.names[0]}.gate"
+    for end, stored in moe.stored_names if moe is not None else ():
+        if name.endswith(end):
+            return name.removesuffix(end) + stored
     return name
 
 
