@@ -25,6 +25,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeHybridConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
@@ -231,6 +232,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
     "mixtral-window": MixtralConfig(
         **SIZES, num_local_experts=3, num_experts_per_tok=3, sliding_window=7, head_dim=12
+    ),
+    "minimax-m2": MiniMaxM2Config(
+        **SIZES,
+        **rope("default", partial_rotary_factor=0.5),
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        head_dim=12,
+        tie_word_embeddings=True,
     ),
     "phi3": Phi3Config(**SIZES, **NO_PAD, sliding_window=7),
     "phi3-partial-tied": Phi3Config(
@@ -783,6 +792,22 @@ def test_every_field_is_read_or_without_effect_or_at_its_default(
                 "output_gate_type": "swish",
             },
             {"attn_output_gate": False},
+        ),
+        (
+            "MiniMaxM2ForCausalLM",
+            "minimax_m2",
+            {
+                "num_mtp_modules": 3,
+                "qk_norm_type": "per_layer",
+                "rotary_dim": 64,
+                "scoring_func": "sigmoid",
+                "shared_intermediate_size": 0,
+                "sliding_window": None,
+                "use_mtp": True,
+                "use_qk_norm": True,
+                "use_routing_bias": True,
+            },
+            {"scoring_func": "softmax"},
         ),
         (
             "Cohere2ForCausalLM",

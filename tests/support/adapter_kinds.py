@@ -35,6 +35,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeHybridConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
@@ -225,6 +226,13 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         num_experts=6,
         num_experts_per_tok=2,
     ),
+    "minimax-m2": MiniMaxM2Config(
+        **SIZES | {"intermediate_size": 20},
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
     # The first layer is dense.
     "glm4-moe": Glm4MoeConfig(
         **SIZES,
@@ -261,10 +269,10 @@ LINEAR = {
 BIASED = ("qwen2", "qwen2-moe", "glm4")
 MIXTURES = (
     *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
-    *("granite4", "gpt-oss", "mixtral"),
+    *("granite4", "gpt-oss", "mixtral", "minimax-m2"),
 )
-ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral")
-CONVERTED = ("qwen3-moe", "olmoe", "glm4-moe", "mixtral")
+ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral", "minimax-m2")
+CONVERTED = ("qwen3-moe", "olmoe", "glm4-moe", "mixtral", "minimax-m2")
 """The families for which peft too reads adapters of single experts."""
 UNTIED = (
     *(

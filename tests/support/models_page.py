@@ -138,6 +138,7 @@ ROWS = [
         limits="mxfp4 takes the memory of 16 bits; biases can't be replaced by adapters",
     ),
     Row("Mixtral", "mixtral", ("Mixtral",), tools="`mistral`"),
+    Row("MiniMax M2", "minimax-m2", ("MiniMaxM2",), reasoning=THINK, limits="no tools"),
     Row(
         "Phi 3, 4 mini",
         "phi3",

@@ -320,7 +320,7 @@ def _hf_config(folder: Path) -> Any:
 
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("intermediate_size", "moe_intermediate_size", "shared_intermediate_size"),
+    *("intermediate_size", "moe_intermediate_size"),
     *("max_position_embeddings", "n_shared_experts"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "vocab_size_per_layer_input"),
@@ -344,7 +344,7 @@ def _build(
     distinct = [p for i, p in enumerate(ropes) if p not in ropes[:i]]
     _check_activation(hf, family)
     layers, windows = family.layers(hf), family.windows(hf)
-    _check_numbers(hf, windows)
+    _check_numbers(hf, family, windows)
     shape = layers[0] if layers else None
     return ModelConfig(
         architecture=architecture,
@@ -385,8 +385,8 @@ def _build(
     )
 
 
-def _check_numbers(hf: Any, windows: tuple[int | None, ...]) -> None:
-    sizes = [(name, getattr(hf, name, None)) for name in _SIZES]
+def _check_numbers(hf: Any, family: Family, windows: tuple[int | None, ...]) -> None:
+    sizes = [(name, getattr(hf, name, None)) for name in (*_SIZES, family.mlp_width)]
     for name, size in (*sizes, *(("sliding_window", window) for window in set(windows))):
         if size is not None and not 1 <= size < 1 << 31:
             raise ConfigError(f"{name} must be at least 1 and below 2**31, got {size}", name)

@@ -255,6 +255,11 @@ def _mixtral(hf: Any) -> MoeConfig:
     )
 
 
+def _minimax_m2(hf: Any) -> MoeConfig:
+    correction = "e_score_correction_bias"
+    return replace(_mixtral(hf), sigmoid=True, correction=correction)
+
+
 def _rope_in_windows(hf: Any) -> tuple[RopeParameters | None, ...]:
     """The rope of each layer; None for layers that see all positions, which don't rotate them."""
     windows = (kind == "sliding_attention" for kind in attention_types(hf))
@@ -338,6 +343,9 @@ FAMILIES: dict[str, Family] = {
         _QWEN3_VL, model_type="qwen3_vl_moe_text", text_of="qwen3_vl_moe", moe=_qwen3_vl_moe
     ),
     "MixtralForCausalLM": Family("mixtral", _one_window, moe=_mixtral),
+    "MiniMaxM2ForCausalLM": Family(
+        "minimax_m2", _no_windows, qk_norm="width", partial_rotary=True, moe=_minimax_m2
+    ),
     "Phi3ForCausalLM": Family(
         "phi3", _one_window, fused_qkv=True, mlp_names=FUSED_MLP_NAMES, partial_rotary=True
     ),

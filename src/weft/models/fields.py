@@ -74,6 +74,7 @@ READ = frozenset(
         "residual_multiplier",
         "rms_norm_eps",
         "rope_parameters",
+        "rotary_dim",
         "routed_scaling_factor",
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
@@ -133,8 +134,11 @@ WITHOUT_EFFECT = frozenset(
         "mtp_num_hidden_layers",
         "mtp_use_dedicated_embeddings",
         # prediction heads that are not served
+        "mtp_transformer_layers",
         "num_mtp_layers",
+        "num_mtp_modules",
         "num_nextn_predict_layers",
+        "use_mtp",
     }
 )
 
@@ -145,6 +149,10 @@ COMPUTED = {
     "output_gate_type": "swish",
     # Qwen 3 VL MoE
     "norm_topk_prob": True,
+    # MiniMax M2
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
     # Granite 4
     "init_method": "mup",
     "normalization_function": "rmsnorm",
