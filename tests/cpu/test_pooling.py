@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapter_kinds import FAMILIES, VOCAB, make_base, randomise
 from engines import MakeLLM
 from numpy.typing import NDArray
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import ADAPTERS, BASE, ask
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -136,6 +137,42 @@ def test_classifiers_and_adapters_for_features(make_llm: MakeLLM, tmp_path: Path
     np.testing.assert_allclose(vectors["features"], states, atol=1e-4, rtol=1e-4)
     with pytest.raises(InvalidRequest, match="classify"):
         llm.generate("planet", PARAMS, adapter="judge")
+
+
+@pytest.mark.parametrize(
+    ("family", "added", "config"),
+    [
+        ("llama", 0, VeraConfig("FEATURE_EXTRACTION", r=6, target_modules=["q_proj"])),
+        ("llama", 1, LoraConfig("SEQ_CLS", target_modules=["q_proj"])),
+        (
+            "qwen3-tied",
+            1,
+            LoraConfig("SEQ_CLS", modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+        ),
+    ],
+    ids=["VeRA for features", "a classifier that adds a token", "a head that would be tied"],
+)
+def test_adapters_of_models_that_have_no_language_models_head(
+    make_llm: MakeLLM, tmp_path: Path, family: str, added: int, config: PeftConfig
+) -> None:
+    make_base(FAMILIES[family], tmp_path / "base")
+    classifies = config.task_type == "SEQ_CLS"
+    kind = AutoModelForSequenceClassification if classifies else AutoModel
+    base = kind.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    with warnings.catch_warnings(action="ignore"):
+        base.resize_token_embeddings(VOCAB + added, mean_resizing=False)
+        model = get_peft_model(base, config).eval()
+        randomise(model)
+        model.save_pretrained(tmp_path / "own")
+    ids = [3, VOCAB + added - 1, 5]
+    with torch.no_grad():
+        inner = model.get_base_model().model if classifies else model
+        expected = inner(input_ids=torch.tensor([ids])).last_hidden_state[:, -1].numpy()
+    llm = make_llm(tmp_path / "base", {"own": tmp_path / "own"}, skip_tokenizer_init=True)
+    ref = llm._registry.resolve("own").ref
+    (event,) = llm._client.run([EngineRequest("0", ids, PARAMS, ref, seed=0, pooling="last")])
+    got = np.frombuffer(event.vector or b"", "<f4")[None]
+    np.testing.assert_allclose(got, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,9 @@ def base_part(
     bare = [name for name in tensors if not name.startswith(PREFIX + "model.")]
     if fields.get("task_type") != "FEATURE_EXTRACTION" or len(bare) < len(tensors):
         return tensors, {}
-    begin = len(PREFIX)
-    renamed = {f"{PREFIX}model.{name[begin:]}": tensor for name, tensor in tensors.items()}
+    renamed = {  # VeRA's shared matrices are of no module, and keep their names
+        name.replace(PREFIX, f"{PREFIX}model.", 1): tensor for name, tensor in tensors.items()
+    }
     return renamed, {"model.": ""}
 
 

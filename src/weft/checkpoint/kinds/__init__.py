@@ -17,7 +17,7 @@ import numpy as np
 
 from weft.checkpoint.config import PeftConfig
 from weft.checkpoint.fields import load_object
-from weft.checkpoint.heads import base_part, check_task, without_heads
+from weft.checkpoint.heads import base_part, check_task, classifies, without_heads
 from weft.checkpoint.kinds.base import Kind, PeftAdapter
 from weft.checkpoint.parts import AdapterParts
 from weft.checkpoint.read import AdapterFiles, Stored, parse_stored
@@ -74,7 +74,9 @@ def parse_files(
     config = parse_config(files.config, max_rank)
     of_text, naming = text_part(parse_stored(files.weights, table))
     tensors, of_task = base_part(config.options, of_text, table)
-    return replace(config, naming={**of_task, **naming}), tensors
+    has_head = not (classifies(config.options) or of_task)
+    ties = config.ensure_weight_tying and has_head
+    return replace(config, naming={**of_task, **naming}, ensure_weight_tying=ties), tensors
 
 
 def sort_adapter(

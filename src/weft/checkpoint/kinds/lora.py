@@ -18,6 +18,7 @@ from weft.checkpoint.fields import (
     pattern,
     token_ids,
 )
+from weft.checkpoint.heads import classifies
 from weft.checkpoint.kinds.base import LAYERS, Kind, PeftAdapter
 from weft.checkpoint.names import PROJECTIONS, WHOLE_SUFFIXES, Gathered, NamedTensors
 from weft.checkpoint.parts import (
@@ -162,6 +163,8 @@ def _sort(adapter: PeftAdapter) -> AdapterParts:
     _set_rows(parts, found, config)
     if size != base_size:
         parts.vocab_size = size
+        if classifies(config.options) and parts.head is None:
+            parts.head = parts.embedding  # its logits are read by nobody, but need rows
         _check_rows(source, parts, base_size, size)
     adapted = [each.target.name for each in parts.targets if each.rank]
     if config.ensure_weight_tying and table.tied and EMBEDDING in adapted:
