@@ -195,8 +195,11 @@ def test_an_adapter_that_was_trained_for_it_classifies(make_world: MakeWorld) ->
                 powers = np.exp(np.array([count + extra, 0.5 * last, 0]) - (count + extra))
                 assert each["probs"] == pytest.approx(powers / powers.sum(), rel=1e-5)
                 assert each["label"] == f"LABEL_{powers.argmax()}" and each["num_classes"] == 3
+        part = {"model": "base", "adapters": [{"name": "judge", "scale": 0.5}]}
         for path, body, param in (
             ("/v1/completions", {"model": "judge", "prompt": "a"}, "model"),
+            ("/v1/completions", part | {"prompt": "a"}, "adapters"),
+            ("/classify", part | {"input": "a"}, "adapters"),
             ("/score", {"model": "judge", "text_1": "a", "text_2": "b"}, "model"),
             ("/classify", {"model": "base", "input": "a"}, "model"),
         ):

@@ -128,6 +128,9 @@ class AdapterRegistry:
             raise ModelNotFound(f"The adapter {name!r} does not exist", "adapters")
         if len(found) == 1 and adapters[0].scale == 1.0:
             return self._lease(found[0].ref, found)
+        if heads := [version.ref.bare for version in found if version.info.head]:
+            message = f"adapters: {heads[0]!r} classifies texts, and can't be part of a sum"
+            raise InvalidRequest(message, "adapters")
         parts = [AdapterPart(v.ref, a.scale) for v, a in zip(found, adapters, strict=True)]
         ref, ordered = sum_of(parts)
         return self._lease(ref, found, ordered)
