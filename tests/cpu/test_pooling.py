@@ -139,6 +139,19 @@ def test_classifiers_and_adapters_for_features(make_llm: MakeLLM, tmp_path: Path
         llm.generate("planet", PARAMS, adapter="judge")
 
 
+def test_a_base_that_was_saved_without_its_head(make_llm: MakeLLM, tmp_path: Path) -> None:
+    base = make_base(FAMILIES["qwen3-tied"], tmp_path)
+    states = {name.removeprefix("model."): each for name, each in base.state_dict().items()}
+    del states["lm_head.weight"]
+    save_file(states, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        expected = base.model(torch.tensor([[3, 4]])).last_hidden_state[0, -1].numpy()
+    llm = make_llm(tmp_path, {}, skip_tokenizer_init=True)
+    (event,) = llm._client.run([EngineRequest("0", [3, 4], PARAMS, seed=0, pooling="last")])
+    got = np.frombuffer(event.vector or b"", "<f4")
+    np.testing.assert_allclose(got, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("family", "added", "config"),
     [

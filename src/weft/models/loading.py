@@ -46,6 +46,7 @@ from weft.models.weights import (
 
 logger = logging.getLogger(__name__)
 _HEAD_NAME = "lm_head.weight"
+_BARE = ("embed_tokens.", "layers.", "norm.")  # of a decoder saved alone, as for embeddings
 _SAMPLED_BYTES, _SAMPLED_TENSORS = 64, 64
 
 
@@ -222,7 +223,8 @@ def _own_name(stored_name: str, prefix: str, has_head: bool) -> str | None:
     to another part, such as the multi-token prediction head."""
     if not prefix:
         of_head = has_head and stored_name.startswith(mtp.PREFIX)
-        return None if of_head else text_name(stored_name)
+        in_model = f"model.{stored_name}" if stored_name.startswith(_BARE) else stored_name
+        return None if of_head else text_name(in_model)
     of_part = stored_name.startswith(prefix)
     return "model." + stored_name.removeprefix(prefix) if of_part else None
 
