@@ -99,6 +99,9 @@ def test_a_conversation(world: World) -> None:
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
         ("/detokenize", {"tokens": [10**30]}, 400, "tokens"),
         ("/detokenize", {"tokens": ["x"]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": ["x"] * 2000}, 400, "tokens[0]"),
+        ("/tokenize", {"messages": ["x"] * 2000}, 400, "messages[0]"),
+        ("/tokenize", {"messages": HI * 3000}, 400, "messages"),
         ("/detokenize", {"tokens": [1], "model": "nobody"}, 404, "model"),
     ],
 )

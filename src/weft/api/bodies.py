@@ -320,7 +320,7 @@ class StructuredBody(ClosedBody):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     grammar: str | None = None
     structural_tag: dict[str, Any] | str | None = None
 

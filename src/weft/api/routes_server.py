@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Request
-from pydantic import Field
 from starlette.responses import Response
 
-from weft.api.bodies import ClosedBody, Conversation, Message
+from weft.api.bodies import MAX_MESSAGES, ClosedBody, Conversation, Message, bounded
 from weft.api.generation import token_text
 from weft.api.http import ERRORS, TEXT, body_of, json_response, new_app
 from weft.api.loop_watch import LoopWatch
 from weft.api.reading import read_body
+from weft.api.schemas import TokenIds
 from weft.api.service import Service
 from weft.core.errors import InvalidRequest, NotReady
 from weft.core.version import __version__
@@ -146,7 +146,7 @@ class TokenizeBody(ClosedBody, Conversation):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Annotated[list[Message], bounded(MAX_MESSAGES, least=1)] | None = None
     add_special_tokens: bool | None = None
     """This is for a text, where true is the default. A chat template writes its own."""
     return_token_strs: bool | None = None
@@ -165,7 +165,7 @@ class TokenizeBody(ClosedBody, Conversation):
 
 class DetokenizeBody(ClosedBody):
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 def tokenize_routes(service: Service) -> APIRouter:

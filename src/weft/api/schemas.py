@@ -208,7 +208,7 @@ class GenerationBody(ModelBody):
     structured_outputs: StructuredBody | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -283,12 +283,12 @@ def _kind_of_prompt(prompt: Any) -> str:
     )
 
 
-_TokenIds = Annotated[list[int], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[_TokenIds, Tag("<ids>")]
+    | Annotated[TokenIds, Tag("<ids>")]
     | Annotated[list[str], bounded(MAX_PROMPTS), Tag("<texts>")]
-    | Annotated[list[_TokenIds], bounded(MAX_PROMPTS), Tag("<lists>")],
+    | Annotated[list[TokenIds], bounded(MAX_PROMPTS), Tag("<lists>")],
     Discriminator(_kind_of_prompt),
 ]
 
