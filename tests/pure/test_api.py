@@ -337,7 +337,7 @@ def function(name: str) -> dict[str, Any]:
         (COMPLETE, {"prompt": []}, "prompt"),
         (COMPLETE, {"prompt": [[]]}, "prompt"),
         (COMPLETE, {"prompt": [1, 10**6]}, "prompt"),
-        (COMPLETE, {"prompt": [[1], [-1]]}, "prompt"),
+        (COMPLETE, {"prompt": [[1], [-1]]}, "prompt[1]"),
         (COMPLETE, {"prompt": [1, "x"]}, "prompt[1]"),
         (COMPLETE, {"prompt": [[1]] * 9}, "prompt"),
         (COMPLETE, {"prompt": [True]}, "prompt[0]"),

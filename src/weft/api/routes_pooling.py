@@ -172,17 +172,14 @@ class _Pooling:
         return scores
 
     async def _alike(self, first: Texts, second: Texts) -> list[float]:
-        """The cosine of the angle between the vectors of each pair. A text that comes several times
-        is computed once."""
-        unique = {each.field: list(dict.fromkeys(each.texts)) for each in (first, second)}
-        prompts = {field: await self.prompts(texts, field) for field, texts in unique.items()}
-        vectors = map(normalized, await self.vectors(prompts))
-        of_first, of_second = (
-            dict(zip(texts, found, strict=True))
-            for texts, found in zip(unique.values(), vectors, strict=True)
-        )
-        pairs = zip(first.texts, second.texts, strict=True)
-        return [float(np.dot(of_first[a], of_second[b])) for a, b in pairs]
+        """The cosine of the angle between the vectors of each pair. A first text that all pairs
+        have is computed once."""
+        firsts = first.texts[:1] if len(set(first.texts)) == 1 else first.texts
+        asked = (Texts(first.field, firsts), second)
+        prompts = {each.field: await self.prompts(each.texts, each.field) for each in asked}
+        of_first, of_second = map(normalized, await self.vectors(prompts))
+        cosines: list[float] = (of_first * of_second).sum(1).tolist()
+        return cosines
 
 
 async def _embed(pooling: _Pooling, body: EmbeddingBody) -> dict[str, Any]:

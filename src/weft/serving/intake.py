@@ -160,8 +160,8 @@ class Intake:
         for text in (*texts, *seconds):
             if not text.isascii():
                 _check_text(text, field_name)
-        for text in () if any_length else texts:
-            self._check_length(tokenizer, len(text), field_name)
+        for i, text in enumerate(() if any_length else texts):
+            self._check_length(tokenizer, len(text), _place(field_name, i, texts))
         size, author = sum(map(len, (*texts, *seconds))), _author(language)
         if isinstance(tokenizer, Tokenizer) and not self._goes_away(tokenizer, size):
             encode = partial(tokenizer.encode, add_special_tokens=add_special_tokens)
@@ -297,9 +297,10 @@ class Intake:
             check_form(params.structured_outputs)
         bad = await self._bad_token_ids(params.bad_words, language, tenant)
         made: list[EngineRequest] = []
-        for prompt_ids in prompts:
-            self.check_ids(prompt_ids, prompt_field, language)
-            fitted = self._fit(len(prompt_ids), params, prompt_field, asked_in)
+        for i, prompt_ids in enumerate(prompts):
+            place = _place(prompt_field, i, prompts)
+            self.check_ids(prompt_ids, place, language)
+            fitted = self._fit(len(prompt_ids), params, place, asked_in)
             made += [
                 EngineRequest(
                     f"{request_id}-{len(made) + choice}",
@@ -330,13 +331,12 @@ class Intake:
     ) -> list[EngineRequest]:
         """Checked requests to the engine, one for the vector of each prompt. A prompt may fill the
         whole context. Raises InvalidRequest, ContextLengthExceeded."""
-        for prompt_ids in prompts:
-            self.check_ids(prompt_ids, prompt_field, pinned.language)
+        for i, prompt_ids in enumerate(prompts):
+            place = _place(prompt_field, i, prompts)
+            self.check_ids(prompt_ids, place, pinned.language)
             if (count := len(prompt_ids)) > self.max_model_len:
-                raise ContextLengthExceeded(
-                    f"{too_long('input', self.max_model_len)} has {count}",
-                    prompt_field,
-                )
+                message = f"{too_long('input', self.max_model_len)} has {count}"
+                raise ContextLengthExceeded(message, place)
         lease = pinned.lease
         return [
             EngineRequest(
@@ -392,6 +392,11 @@ class Intake:
         if wanted > room or params.max_tokens is None:
             return replace(params, max_tokens=min(wanted, room))
         return params
+
+
+def _place(field_name: str, index: int, prompts: Sequence[object]) -> str:
+    """How errors name one of a field's prompts."""
+    return f"{field_name}[{index}]" if len(prompts) > 1 else field_name
 
 
 def _check_text(text: str, field_name: str) -> None:
