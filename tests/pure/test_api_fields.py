@@ -321,6 +321,19 @@ def test_a_field_of_the_wrong_kind_is_told_what_it_must_be(
     run(shared, scenario)
 
 
+def test_offsets_count_what_is_shown_for_bytes_that_are_no_text(world: World) -> None:
+    part, a = ids("日")[0], ids("a")[0]
+    world.engine.answers = [[part, a, a]]
+
+    async def scenario(web: Web) -> None:
+        answer = await web.complete(prompt=[part, a, part], echo=True, logprobs=0, max_tokens=3)
+        (choice,) = answer["choices"]
+        assert choice["text"] == "\ufffda\ufffd\ufffdaa"
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 5]
+
+    run(world, scenario)
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "prompt"),
     [

@@ -271,6 +271,7 @@ class CompletionLogprobs:
             added = max(self._num_chars - end, 0)
             offsets[num_settled:] = [max(each - added, begin) for each in offsets[num_settled:]]
             self._num_chars = end
+            self._decoder.reset()
 
         for token_id in token_ids:
             mark = token_text(self._tokenizer, token_id) if token_id in self._special else ""
@@ -297,8 +298,12 @@ class CompletionLogprobs:
 
     def _advance(self, token_id: int) -> int:
         """The character at which this token begins. Its own characters are counted for the next."""
-        start = self._num_chars
         hidden = self._hides_special and token_id in self._special
-        if self._tokenizer is not None and not hidden:
-            self._num_chars += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        if self._tokenizer is None or hidden:
+            return self._num_chars
+        data = self._tokenizer.token_bytes(token_id)
+        if data and data[0] & 0xC0 != 0x80:  # what came before is a whole character, or none
+            self._num_chars += len(self._decoder.decode(b"", final=True))
+        start = self._num_chars
+        self._num_chars += len(self._decoder.decode(data))
         return start
