@@ -81,6 +81,7 @@ def test_two_servers_on_one_registry(tmp_path: Path) -> None:
         answer = ask(third, "task")
         assert text_of(answer) == tiny.answer("reverse", "planet")
         assert answer.headers["x-weft-adapter"] == "task@v1"
+        _end_while_the_store_hangs(third, store)
 
 
 def _push(one: Server, other: Server, store: Path) -> None:
@@ -150,3 +151,13 @@ def _take_the_store_away(server: Server, store: Path) -> None:
         away.rename(store)
     metrics = server.metrics
     until(lambda: metrics()["weft:registry_stale_seconds"][0].value < 1, "the store is back")
+
+
+def _end_while_the_store_hangs(server: Server, store: Path) -> None:
+    """A server that waits for its registry ends in good order."""
+    log = store / "log"
+    following = log / f"{max(int(entry.name) for entry in log.iterdir()) + 1:020}"
+    os.mkfifo(following)
+    with following.open("wb"):  # returns once the server reads it, which then goes on for ever
+        server.process.terminate()
+        assert server.process.wait(PATIENCE_S) == 0, server.log.read_text()

@@ -30,3 +30,11 @@ def _end(limit_s: float) -> None:
     logger.error("the server has not ended in %g s; it is ended now, though this hangs:", limit_s)
     faulthandler.dump_traceback(all_threads=True)
     os._exit(1)
+
+
+def end_without_threads() -> None:
+    """The process may end now, with status 0. Threads that still wait for something, such as a
+    bucket that does not answer, have a last second."""
+    timer = threading.Timer(BACKSTOP_S, os._exit, (0,))
+    timer.daemon = True
+    timer.start()

@@ -23,7 +23,7 @@ from weft.api.http import READER_TIMEOUT_S
 from weft.api.settings import parse_key
 from weft.cli.args import LoraModule, ServeFlags
 from weft.cli.connections import ConnectionLimits, connection_limits, http_config
-from weft.cli.deadline import end_within
+from weft.cli.deadline import end_within, end_without_threads
 from weft.cli.engines import leave_fleet, start_engine, until_empty
 from weft.cli.first_adapters import bring_to_device, load_adapters
 from weft.cli.front import FrontDoor, served_beside
@@ -102,6 +102,7 @@ def run(engine: EngineArgs, flags: ServeFlags, begun_s: float) -> None:
     )
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_run_server(start))
+        end_without_threads()
 
 
 def _api_settings(engine: EngineArgs, flags: ServeFlags) -> ApiSettings:

@@ -39,6 +39,8 @@ LOOK_TIMEOUT_S = 5.0
 FAILED_S = 5.0
 """How long requests for a version that could not be loaded get the same error, without a retry."""
 MAX_FAILED = 1024
+CLOSE_S = 2.0
+"""How long the end of a server waits for the store."""
 BOOT_LOADS = 16
 """How many versions are loaded side by side at the start."""
 _ATTEMPTS = 10
@@ -110,10 +112,13 @@ class Follower:
         self.reports.start()
 
     async def close(self) -> None:
-        """Stop following. Loaded versions stay until the engine ends."""
+        """Stop following. Loaded versions stay until the engine ends. If the store does not answer
+        in time, threads are left behind that still wait for it."""
         await end_tasks([*self._loading.values(), *self._leaving.values()])
-        await self.reports.close()
-        await asyncio.to_thread(self.shared.close)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self.reports.close()
+                await asyncio.to_thread(self.shared.close)
 
     # -- requests ------------------------------------------------------------------------------
 
