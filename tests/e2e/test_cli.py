@@ -28,10 +28,11 @@ from weft.cli import demo, engines
 from weft.cli.args import ServeFlags, parse_lora_modules, spread_values
 from weft.cli.main import app
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
-from weft.core.errors import ConfigError, Unauthorized
+from weft.core.errors import AdapterError, ConfigError, Unauthorized
 from weft.core.sizes import show_bytes
 from weft.fleet.process import _Spawned
 from weft.fleet.supervisor import start_supervised
+from weft.registry import Sources
 from weft.registry.records import SetTenant
 from weft.registry.shared import SharedRegistry
 from weft.registry.stores import open_store
@@ -141,9 +142,14 @@ def test_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("b", "/y"),
     ]
     assert parse("a=org/here") == [("a", f"{tmp_path}/org/here")]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for spelled in ("org/there@v1", "hf://org/there@v1"):
         [module] = parse_lora_modules(f"a={spelled}")
-        assert (module.path, module.folder) == ("hf://org/there@v1", None)
+        assert (module.path, module.folder) == (spelled, None)
+        with pytest.raises(AdapterError, match="can't be fetched") as refused:
+            Sources().open(module.path)
+        typed = "there is no folder org/there@v1, and " in refused.value.message
+        assert typed == (spelled == "org/there@v1"), "a mistyped path is not a name on the hub"
     for bad in ("a", "=x", "a=", "{", '{"name": "a"}', "{}", "[1]", '["a"]', "[[]]"):
         with pytest.raises(ConfigError):
             parse(bad)

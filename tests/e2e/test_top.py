@@ -338,6 +338,12 @@ def test_an_address_that_is_none(url: str) -> None:
         run_top([url], 0.1, once=True)
 
 
+@pytest.mark.parametrize("url", ["", "http://", "/v1"])
+def test_an_address_without_a_server(url: str) -> None:
+    with pytest.raises(Unreachable, match=re.escape(f"can't reach {url!r}: no server is named")):
+        plain_url(url)
+
+
 def test_urls() -> None:
     for given in ("host:1", "http://host:1", "http://host:1/", "http://host:1/v1", "host:1/v1/"):
         assert plain_url(given) == "http://host:1"

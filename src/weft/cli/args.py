@@ -339,12 +339,12 @@ class LoraModule:
 
     name: str
     path: str
-    """An absolute path, or `hf://org/name[@revision]`."""
+    """An absolute path, or where else it is: `org/name` on the hub, or a URI."""
 
     @property
     def folder(self) -> Path | None:
-        """None for one from the hub."""
-        return None if "://" in self.path else Path(self.path)
+        """None for one that is not on this machine."""
+        return Path(self.path) if self.path.startswith("/") else None
 
     def refused(self, why: str) -> ConfigError:
         return ConfigError(f"adapter {self.name!r} ({self.path}): {why}", "lora_modules")

@@ -151,9 +151,13 @@ def _has_list(said: Any, field: str, fields: set[str]) -> bool:
 
 
 def plain_url(given: str) -> str:
-    """`localhost:8000/v1/` and `localhost:8000/metrics` as http://localhost:8000."""
+    """`localhost:8000/v1/` and `localhost:8000/metrics` as http://localhost:8000. Raises
+    Unreachable."""
     url = given if "://" in given else f"http://{given}"
-    return url.rstrip("/").removesuffix("/metrics").removesuffix("/v1").rstrip("/")
+    plain = url.rstrip("/").removesuffix("/metrics").removesuffix("/v1").rstrip("/")
+    if "://" not in plain:
+        raise Unreachable(f"can't reach {given!r}: no server is named")
+    return plain
 
 
 def in_path(name: str) -> str:

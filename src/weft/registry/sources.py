@@ -178,12 +178,10 @@ class Sources:
             ) from error
 
     def absolute(self, name: str) -> str:
-        """A name that means the same wherever this process runs: an absolute path, or a URI."""
+        """The absolute path of a folder; whatever else is named stays as it is."""
         plain = self.plain(name)
-        if "://" in plain:
+        if "://" in plain or self._on_hub(plain):
             return plain
-        if self._on_hub(plain):
-            return f"hf://{plain}"
         return str(at_home(plain).absolute())
 
     def _on_hub(self, path: str) -> bool:

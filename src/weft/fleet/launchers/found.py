@@ -23,6 +23,8 @@ def find_urls(where: str) -> list[str]:
     except UnicodeDecodeError:
         raise ConfigError(f"--at {where}: it is not UTF-8", "at") from None
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    if not any(lines):
+        raise ConfigError(f"--at takes HOST:PORT of nodes, and {where!r} names none", "at")
     return sorted({url for line in lines if line for url in _resolved(line)})
 
 
