@@ -18,6 +18,7 @@ import huggingface_hub
 import pytest
 import tiny
 import torch
+from full_disk import room_for
 from observed import DIGEST, PROMPT, ScriptedEngine, complete, serve
 from safetensors.torch import load_file, save_file
 
@@ -75,6 +76,24 @@ def test_a_log_that_nobody_reads_holds_nothing_up(
         f": {1000 - len(whole)} lines of the log are lost, as there was no room for them"
     )
     assert [line.split(": ")[-1] for line in others] == ["once more"]
+
+
+def test_a_log_goes_on_when_the_disk_was_full(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with (tmp_path / "log").open("w") as written:
+        monkeypatch.setattr("sys.stderr", written)
+        configure_logging("info", json=True)
+        with room_for(100):
+            for number in range(3):
+                logger.info("line %d", number)
+        logger.info("once more")
+    cut, *others = (tmp_path / "log").read_text().splitlines()
+    assert len(cut) == 100
+    assert [json.loads(line)["message"] for line in others] == [
+        "3 lines of the log are lost, as there was no room for them",
+        "once more",
+    ]
 
 
 def test_text(capsys: Capture) -> None:

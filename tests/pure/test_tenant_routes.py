@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from full_disk import room_for
 from http_api import CHAT, COMPLETE, HI, Web, World, digest_of, run
 from http_api import served as listening
 from patience import PATIENCE_S, until
@@ -581,6 +583,34 @@ def test_the_audit_log_goes_on_in_a_new_file(tmp_path: Path) -> None:
     [line] = map(json.loads, path.read_text().splitlines())
     assert (line["name"], line["outcome"], line["tenant"]) == ("b", "ValueError", None)
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_the_audit_log_goes_on_when_the_disk_was_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each line that is not whole is in the server's log, and stands by itself."""
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path)
+    log.write(AuditEntry("load", "a"))
+    with room_for(path.stat().st_size + 50):
+        for name in "bc":
+            log.write(AuditEntry("load", name))
+    log.write(AuditEntry("load", "d"))
+    first, cut, last = path.read_text().splitlines()
+    assert (json.loads(first)["name"], len(cut), json.loads(last)["name"]) == ("a", 50, "d")
+    assert [re.findall("'name': '(.)'", line.message) for line in caplog.records] == [["b"], ["c"]]
+
+
+def test_an_audit_log_on_stderr_that_nobody_reads_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb"), os.fdopen(writer, "w") as written:
+        monkeypatch.setattr("sys.stderr", written)
+        log = AuditLog(Path("-"))
+        while not caplog.records:
+            log.write(AuditEntry("load", "a"))
+    assert "nobody reads it" in caplog.text
 
 
 def test_a_tenants_folder_that_hangs_holds_up_no_other_request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import math
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from weft.api.callers import caller_var, client_var
 from weft.core.errors import PermissionDenied, WeftError
-from weft.metrics.logs import request_id_var
+from weft.metrics.logs import has_room, request_id_var
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class AuditLog:
         """`path` is a file to append to; `-` is stderr, and None writes nothing. Raises OSError."""
         self._path = path
         self._fd: int | None = None
+        self._is_cut = False
+        """Whether the last line that was written is not whole."""
         self._refused: OrderedDict[str, _Refusals] = OrderedDict()
         """By address, the one that was first refused longest ago first."""
         self.reopen()
@@ -91,6 +94,7 @@ class AuditLog:
             return
         old, flags = self._fd, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._fd = os.open(self._path, flags, 0o600)
+        self._is_cut = False
         if old is not None:
             os.close(old)
 
@@ -180,8 +184,13 @@ class AuditLog:
         }
         line["name"] = entry.name and entry.name[:_MAX_NAME]
         line["source"] = entry.source and _SECRETS.sub("", entry.source)[:_MAX_SOURCE]
-        data = json.dumps(line).encode() + b"\n"
+        data = b"\n" * self._is_cut + json.dumps(line).encode() + b"\n"
         try:
-            os.write(sys.stderr.fileno() if self._fd is None else self._fd, data)
+            fd = sys.stderr.fileno() if self._fd is None else self._fd
+            if not has_room(fd, 0.0):
+                raise BlockingIOError(errno.EAGAIN, "nobody reads it")
+            self._is_cut = os.write(fd, data) < len(data)
+            if self._is_cut:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             logger.error("the audit log can't be written (%s): %s", error.strerror, line)

@@ -6,6 +6,7 @@ in text, which people read, to debug.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -101,9 +102,9 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 class UnblockedHandler(logging.StreamHandler[TextIO]):
-    """Writes to stderr, but does not wait for long if stderr is blocked, as a pipe that nobody
-    reads, or a terminal that was stopped. Until it accepts data again, lines are dropped and
-    counted."""
+    """Writes to stderr, but does not wait for long if stderr has no room, as a pipe that nobody
+    reads, a terminal that was stopped, or a file on a full disk. Until it accepts data again, lines
+    are dropped and counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,13 +119,10 @@ class UnblockedHandler(logging.StreamHandler[TextIO]):
             return
         try:
             content = self._content(record)
-            for start in range(0, len(content), _PIECE_BYTES):
-                if not _has_room(fd, 0.0 if self._num_lost else ROOM_S):
-                    self._num_lost += 1
-                    return
-                os.write(fd, content[start : start + _PIECE_BYTES])
-                self._is_cut = start + _PIECE_BYTES < len(content)
-            self._num_lost = 0
+            num_bytes = _write(fd, content, 0.0 if self._num_lost else ROOM_S)
+            if num_bytes:
+                self._is_cut = num_bytes < len(content)
+            self._num_lost = self._num_lost + 1 if num_bytes < len(content) else 0
         except Exception:
             self.handleError(record)
 
@@ -151,7 +149,17 @@ _PIECE_BYTES = 4096
 """What a pipe that has room takes at once; see `man 7 pipe`."""
 
 
-def _has_room(fd: int, wait_s: float) -> bool:
+def _write(fd: int, content: bytes, wait_s: float) -> int:
+    """Write as much as there is room for. Returns how many bytes that was."""
+    num_bytes = 0
+    with contextlib.suppress(OSError):  # the disk is full
+        while num_bytes < len(content) and has_room(fd, wait_s):
+            num_bytes += os.write(fd, content[num_bytes : num_bytes + _PIECE_BYTES])
+    return num_bytes
+
+
+def has_room(fd: int, wait_s: float) -> bool:
+    """Whether a write to this file, pipe or terminal would not block, at the latest then."""
     if not hasattr(select, "poll"):
         return True
     poll = select.poll()
