@@ -23,6 +23,7 @@ from aiohttp import (
 from aiohttp.http_exceptions import HttpProcessingError
 
 from weft.core.errors import ConfigError
+from weft.terminal.options import refusal_of
 
 Endpoint = Literal["completions", "chat"]
 
@@ -94,7 +95,8 @@ class LoadClient:
         except (ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             bad = isinstance(error, InvalidURL)
             reason = "it is no URL" if bad else str(error) or type(error).__name__
-            raise ConfigError(f"{url} does not list models: {reason}", "url") from error
+            message = f"{url} does not list models: {reason}"
+            raise ConfigError(refusal_of(getattr(error, "status", 0), message), "url") from error
 
     async def ask(
         self,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.core.errors import InvalidRequest, WeftError
-from weft.terminal.options import ApiKey, ending_in_one_line
+from weft.terminal.options import ApiKey, ending_in_one_line, refusal_of
 from weft.terminal.plain import plain
 
 if TYPE_CHECKING:
@@ -214,4 +214,4 @@ def _refusal(answer: httpx.Response) -> InvalidRequest:
         message = str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = f"the server answers with status {answer.status_code}"
-    return InvalidRequest(message)
+    return InvalidRequest(refusal_of(answer.status_code, message))

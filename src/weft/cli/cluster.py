@@ -30,7 +30,7 @@ from weft.fleet.launchers.found import find_nodes
 from weft.fleet.launchers.local import HOST, MAX_FAILED, LocalLauncher, check_port
 from weft.registry.stores import DirectoryStore
 from weft.terminal.commands import Commands
-from weft.terminal.options import Interval, ending_in_one_line, key_to_send
+from weft.terminal.options import Interval, ending_in_one_line, key_to_send, refusal_of
 from weft.terminal.plain import plain_json
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def ask(url: str, path: str, key: str, body: object = None) -> Any:
             text = error.read().decode(errors="replace") or f"status {error.code}"
         with contextlib.suppress(ValueError, KeyError, TypeError):
             text = json.loads(text)["error"]["message"]
-        raise InvalidRequest(f"{url}{path}: {text}") from None
+        raise InvalidRequest(refusal_of(error.code, f"{url}{path}: {text}")) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise unreachable(url, error) from None
 

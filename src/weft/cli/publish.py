@@ -13,7 +13,7 @@ import typer
 from weft.cli.releases import NamedAdapter, Registry, actor, opened
 from weft.core.errors import AdapterError, ConfigError, RegistryUnavailable
 from weft.terminal.commands import Commands
-from weft.terminal.options import Adapter, ApiKey, ending_in_one_line
+from weft.terminal.options import Adapter, ApiKey, ending_in_one_line, refusal_of
 from weft.terminal.plain import plain_json
 
 if TYPE_CHECKING:
@@ -100,17 +100,17 @@ def _send(
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(60, read=600),
         )
-        body = plain_json(answer.json())
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise unreachable(url, error) from None
     try:
+        body = plain_json(answer.json())
         if answer.status_code != 200:
-            message = body["error"]["message"]
+            message = refusal_of(answer.status_code, body["error"]["message"])
             raise AdapterError(f"{url} refuses it ({answer.status_code}): {message}")
         typer.echo(f"{body['lora_name']}: sha256:{body['digest']}")
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         said = f"{url} answers {answer.status_code}, but not as Weft does: {answer.text[:200]}"
-        raise AdapterError(said) from None
+        raise AdapterError(refusal_of(answer.status_code, said)) from None
 
 
 @registry.command("ls")

@@ -55,6 +55,11 @@ def key_to_send(context: typer.Context, param: typer.CallbackParam, given: str |
     return key
 
 
+def refusal_of(status: int, message: str) -> str:
+    """A server's error message, and for 401 how a command is given the key that lacks."""
+    return f"{message} (weft sends that of --api-key or WEFT_API_KEY)" if status == 401 else message
+
+
 ApiKey = Annotated[
     str | None,
     typer.Option(
