@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 
 import httpx
+import pytest
 import tiny
 from command_line import CliRunner
 from patience import PATIENCE_S
+from quick_start import start_weft
 from serving import Server, serving, until
 from tiny import ADAPTERS
 
@@ -161,3 +164,20 @@ def _end_while_the_store_hangs(server: Server, store: Path) -> None:
     with following.open("wb"):  # returns once the server reads it, which then goes on for ever
         server.process.terminate()
         assert server.process.wait(PATIENCE_S) == 0, server.log.read_text()
+
+
+def test_ctrl_c_ends_a_command_whose_bucket_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client waits for half a minute, and listens to no signal meanwhile."""
+    uri, upper = "s3://bucket/fleet", str(ADAPTERS["upper"])
+    with socket.create_server(("127.0.0.1", 0)) as bucket:
+        monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{bucket.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+        for command in (["history", "x"], ["push", upper, "x"], ["serve", str(tiny.BASE)]):
+            with (tmp_path / "log").open("wb") as log:
+                process = start_weft([*command, "--registry", uri], log)
+            with bucket.accept()[0]:
+                process.send_signal(signal.SIGINT)
+                assert process.wait(PATIENCE_S) == -signal.SIGINT, (tmp_path / "log").read_text()

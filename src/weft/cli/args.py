@@ -16,6 +16,7 @@ import typer
 from weft.core.config import KvEventsArgs
 from weft.core.errors import ConfigError
 from weft.core.folders import at_home
+from weft.core.interrupts import interrupts_at_once
 from weft.registry import AdapterRoots, Sources
 from weft.registry.allowed import Allowed
 from weft.registry.contents import MAX_ADAPTER_BYTES
@@ -288,7 +289,8 @@ class ServeFlags:
         from weft.registry.shared import SharedRegistry  # not every server has one
         from weft.registry.stores import open_store
 
-        return SharedRegistry(open_store(self.registry))
+        with interrupts_at_once():
+            return SharedRegistry(open_store(self.registry))
 
     def shared_tenants(self, shared: SharedRegistry) -> SharedTenants:
         """The tenants of that registry. Keys of --api-key are the operator's, and may do

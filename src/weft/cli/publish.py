@@ -12,6 +12,7 @@ import typer
 
 from weft.cli.releases import NamedAdapter, Registry, actor, opened
 from weft.core.errors import AdapterError, ConfigError, RegistryUnavailable
+from weft.core.interrupts import interrupts_at_once
 from weft.terminal.commands import Commands
 from weft.terminal.options import Adapter, ApiKey, ending_in_one_line, refusal_of
 from weft.terminal.plain import plain_json
@@ -73,9 +74,16 @@ def push(
             return
         from weft.publishing import publish
 
-        version = publish(
-            str(registry), name, adapter, release=release, pinned=pinned, base=base, actor=actor()
-        )
+        with interrupts_at_once():
+            version = publish(
+                str(registry),
+                name,
+                adapter,
+                release=release,
+                pinned=pinned,
+                base=base,
+                actor=actor(),
+            )
         typer.echo(f"{name}: sha256:{version.digest}, {version.num_bytes:,} bytes")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.core.errors import AdapterNotFound, ConfigError
+from weft.core.interrupts import interrupts_at_once
 from weft.terminal.commands import Commands
 from weft.terminal.options import ending_in_one_line
 
@@ -178,7 +179,9 @@ def opened(uri: str, *, make: bool = False, writes: bool = True) -> Iterator[Sha
         folder = uri.removeprefix("file://")
         if not make and "://" not in folder and not Path(folder).is_dir():
             raise ConfigError(f"--registry {uri}: there is no such folder", "registry")
-        with closing(SharedRegistry(open_store(uri), writes=writes)) as shared:
+        with interrupts_at_once():
+            shared = SharedRegistry(open_store(uri), writes=writes)
+        with closing(shared):
             yield shared
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while something is under way that must not be left half done."""
+"""Ctrl-C while something is under way that must not be left half done, or can't be interrupted."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ def interrupts_later() -> Iterator[None]:
     raises it at once. Does nothing outside the main thread, and where a program has a handler of
     its own."""
     usual = signal.default_int_handler
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not usual:
+    if not _raises():
         yield
         return
     came = False
@@ -33,3 +32,23 @@ def interrupts_later() -> Iterator[None]:
         signal.signal(signal.SIGINT, usual)
         if came:
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def interrupts_at_once() -> Iterator[None]:
+    """A context in which Ctrl-C ends the process at once, even while a library waits for a server
+    that does not answer. Does nothing where `interrupts_later` does nothing."""
+    if not _raises():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _raises() -> bool:
+    """Whether Ctrl-C raises a KeyboardInterrupt in this thread."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
