@@ -256,6 +256,12 @@ def test_an_adapter_for_another_base(broken: Broken) -> None:
     assert 'trained on "other/\\u001b[31mbase"' in done.stdout
 
 
+def test_an_adapter_for_a_base_whose_layers_differ() -> None:
+    [refusal] = report(tiny.ADAPTERS["reverse"], base=tiny.HYBRID_BASE)["refusals"]
+    has = refusal["message"].partition("in the base model, whose layer 0 has ")[2].split(", ")
+    assert "in_proj_qkv" in has and "down_proj" in has and "k_proj" not in has
+
+
 def test_a_tensor_with_nan(broken: Broken) -> None:
     folder = broken()
     change_tensors(folder, lambda tensors: next(iter(tensors.values())).fill_(float("nan")))
@@ -281,8 +287,10 @@ def test_a_config_that_is_not_pefts(broken: Broken) -> None:
 
 
 def test_files_that_are_missing_or_no_adapter(tmp_path: Path, broken: Broken) -> None:
-    assert [r["param"] for r in report(tmp_path)["refusals"]] == [CONFIG]
+    assert [(r["param"], r["help"]) for r in report(tmp_path)["refusals"]] == [(CONFIG, None)]
     folder = broken()
+    [refusal] = report(tmp_path)["refusals"]
+    assert refusal["help"] == "These folders in it have one: reverse."
     (folder / CONFIG).write_text("[]")
     assert [r["param"] for r in report(folder)["refusals"]] == [CONFIG]
     (folder / CONFIG).write_text('{"peft_type": "PROMPT_TUNING", "use_dora": true}')
@@ -298,9 +306,11 @@ def test_files_that_are_missing_or_no_adapter(tmp_path: Path, broken: Broken) ->
     ("adapter", "base", "said"),
     [
         ("/no/such/adapter", tiny.BASE, "there is no folder /no/such/adapter"),
+        (tiny.ADAPTERS["upper"] / CONFIG, tiny.BASE, f"{CONFIG} is not a folder"),
         ("org/adapter", tiny.BASE, "'org/adapter' can't be fetched from the Hugging Face hub"),
         ("hf://x", tiny.BASE, "'hf://x' is not of the form"),
         (tiny.ADAPTERS["upper"], "/no/such/base", "there is no folder /no/such/base"),
+        (tiny.ADAPTERS["upper"], tiny.BASE / "config.json", "is a file, and must be a folder"),
     ],
 )
 def test_what_is_not_there(

@@ -170,9 +170,12 @@ def _hint(name: str, table: TargetTable) -> str:
     """What the base has instead of the module `name`, for messages."""
     layers = (layer_of(target.name) for target in table.targets)
     num_layers = 1 + max((layer for layer in layers if layer is not None), default=-1)
-    if (layer_of(name) or 0) >= num_layers:
+    layer = layer_of(name)
+    if (layer or 0) >= num_layers:
         return f", which has {num_layers} layers"
-    return f", which has {', '.join(dict.fromkeys(target.suffix for target in table.targets))}"
+    who = "which" if layer is None else f"whose layer {layer}"
+    there = [t.suffix for t in table.targets if layer in (None, layer_of(t.name))]
+    return f", {who} has {', '.join(dict.fromkeys(there))}"
 
 
 def check_shape(values: Stored, expected: tuple[int, ...], who: str) -> Stored:

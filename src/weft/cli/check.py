@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from weft.checkpoint.trained_on import trained_on, was_in_four_bits
 from weft.core.config import MAX_RANK
 from weft.core.errors import AdapterError, AdapterInvalid, ConfigError
 from weft.core.files import CONFIG_FILE
-from weft.core.folders import Folder
+from weft.core.folders import Folder, at_home
 from weft.core.targets import Target, TargetTable
 from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
@@ -135,6 +135,8 @@ def check_adapter(
             image = _image(files, table, config.dtype, max_rank, conversion_tolerance)
         except AdapterError as error:
             refusals = tuple(_refusals(folder, error, max_rank))
+            if error.param == CONFIG_FILE and not refusals[0].help:
+                refusals = (replace(refusals[0], help=_adapters_in(adapter)),)
             return AdapterVerdict(adapter, base, False, None, refusals)
     facts = _facts(files, image, table, config.dtype, max_rank)
     return AdapterVerdict(adapter, base, True, facts, ())
@@ -185,6 +187,13 @@ def _refusals(folder: Folder, first: AdapterError, max_rank: int) -> Iterator[Re
             return
         del fields[error.param]
         error = _config_error(fields, max_rank)
+
+
+def _adapters_in(folder: str) -> str | None:
+    """Help for a folder that is no adapter but holds some, such as a trainer's checkpoints."""
+    found = [path.parent.name for path in at_home(folder).glob(f"*/{CONFIG_FILE}")]
+    found.sort(key=lambda name: (len(name), name))  # checkpoint-500, checkpoint-1000
+    return f"These folders in it have one: {', '.join(found)}." if found else None
 
 
 def _config_error(fields: dict[str, object], max_rank: int) -> AdapterError | None:

@@ -239,6 +239,8 @@ def resolve_model(
             raise ConfigError(message, "revision")
         return path
     name = str(path_or_id)
+    if path.is_file():
+        raise ConfigError(f"{name} is a file, and must be a folder", "model")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ConfigError(f"there is no folder {name}", "model")
     return _download(name, revision, weights)

@@ -80,6 +80,8 @@ class AnyFolder:
     def open(self, path: str) -> Folder:
         try:
             return Folder(str(at_home(path).absolute()))
+        except NotADirectoryError:
+            raise AdapterNotFound(f"{path} is not a folder", "lora_path") from None
         except OSError:
             raise AdapterNotFound(self.missing(path), "lora_path") from None
 
