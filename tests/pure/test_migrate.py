@@ -207,6 +207,7 @@ def test_adapters_are_checked() -> None:
     assert done.exit_code == 0, done.output
     assert "  --enable-lora: adapters are always served\n" in done.stdout
     assert "  up: served\n" in done.stdout
+    assert runner.invoke(app, ["migrate", *command.split()]).stdout == done.stdout
     done = runner.invoke(app, ["migrate", f"{command} no={tiny}/adapters/none"])
     assert done.exit_code == 1 and "  no: not checked: " in done.stdout
     assert runner.invoke(app, ["migrate", "vllm"]).exit_code == 2

@@ -45,9 +45,10 @@ def new(
         ),
     ] = None,
 ) -> None:
-    """Print a new random key, and the lines for it in the file of `weft serve --tenants`.
+    """Print a new random key, and the lines for it in a tenants' file.
 
-    The key itself is stored nowhere: the file holds only its digest.
+    `weft serve --tenants` reads the file, or `weft tenants import` takes it into a registry. The
+    key itself is stored nowhere: the file holds only its digest.
     """
     from weft.registry.tenants_file import parse_tenants
 

@@ -224,7 +224,8 @@ def env(as_json: AsJson = False) -> None:
 
 app.command(rich_help_panel=SERVE)(chat)
 app.command(rich_help_panel=PREPARE)(plan)
-app.command(rich_help_panel=PREPARE)(migrate)
+_AS_IT_IS = {"allow_interspersed_args": False}  # the flags of a command without quotes
+app.command(rich_help_panel=PREPARE, context_settings=_AS_IT_IS)(migrate)
 app.command("compile", rich_help_panel=PREPARE)(compile_kernels)
 for command in (push, release, rollback, label, history):
     app.command(rich_help_panel=ADAPTERS)(command)

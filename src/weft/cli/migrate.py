@@ -188,8 +188,12 @@ class Translation:
 def migrate(
     context: typer.Context,
     command: Annotated[
-        str,
-        typer.Argument(metavar="COMMAND", help="The command, in quotes: of vLLM, SGLang or LoRAX."),
+        list[str],
+        typer.Argument(
+            metavar="COMMAND",
+            help="The command that starts vLLM, SGLang or LoRAX, best in quotes: then the shell"
+            " changes nothing in it.",
+        ),
     ],
 ) -> None:
     """Translate the command that starts another server, and check its adapters.
@@ -201,7 +205,8 @@ def migrate(
     """
     with ending_in_one_line(status=2):
         assert context.parent is not None
-        found = translated(command, Options(context.parent.command))
+        whole = command[0] if len(command) == 1 else shlex.join(command)
+        found = translated(whole, Options(context.parent.command))
     typer.echo(found.command)
     for title, flags in (("Left out", found.left_out), ("Missing", found.missing)):
         if flags:
