@@ -118,6 +118,8 @@ def _no_route(request: Request, error: HTTPException) -> str:
     have an address with /v1 where it belongs without, or the other way round."""
     path = request.url.path
     told = f"there is no {request.method} {path[:200]}"
+    if path.startswith("/generate"):
+        return f"{told}, as other servers have; send the prompt to /v1/completions"
     if error.status_code == 405:
         return f"{told}, only {(error.headers or {})['Allow']}"
     bare = path.removeprefix("/v1").removeprefix("/v1").rstrip("/")
