@@ -95,4 +95,6 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Weft needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
 	    'say PYTHON=/path/to/a/newer/python.' >&2; exit 1; }
+	@test "$$(uname)" = Linux || { \
+	  echo "Weft runs on Linux, and this is $$(uname); use a container or a virtual machine." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

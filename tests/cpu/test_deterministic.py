@@ -4,7 +4,6 @@ of its tokens were computed together."""
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +22,7 @@ from weft.core.requests import EngineRequest, Pooling
 from weft.kernels.linear import product
 
 INTERPRETED = pytest.mark.skipif(
-    sys.platform != "linux" or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="compiled kernels are for a GPU",
+    os.environ.get("TRITON_INTERPRET") != "1", reason="compiled kernels are for a GPU"
 )
 
 

@@ -3,7 +3,6 @@ all of it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -172,7 +171,6 @@ def test_a_third_party_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert caught.value.param == "fully_sharded_loras"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("own_rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_triton_kernels_through_inboxes(own_rank: int) -> None:

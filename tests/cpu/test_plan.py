@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
 
 import pytest
@@ -327,7 +326,6 @@ def test_names_of_gpus() -> None:
     assert status == 0 and all(name in text for name in GPUS)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="files in memory are for Linux")
 def test_all_pages_of_a_shared_file_are_there_once_it_is_populated() -> None:
     num_bytes = 3 * memory.POPULATING_THREADS * ALIGN + ALIGN
     fd = memory.shared_file(num_bytes)

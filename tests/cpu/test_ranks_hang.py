@@ -18,10 +18,6 @@ from weft.core.config import engine_args
 from weft.core.errors import EngineDead
 from weft.core.requests import EngineRequest
 from weft.engine.build import build_engine
-
-if sys.platform != "linux":
-    pytest.skip("several ranks are served on Linux only", allow_module_level=True)
-
 from weft.kernels.collective import group
 from weft.worker import peers, spawn, starting
 from weft.worker.peers import Peers

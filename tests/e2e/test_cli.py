@@ -522,7 +522,6 @@ main()
     assert (done.returncode, done.stderr) == (status, "")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_ctrl_c_does_not_reach_an_engine_that_imports() -> None:
     spawned = _Spawned(1)
     try:

@@ -6,9 +6,11 @@ import contextlib
 import importlib
 import pkgutil
 import re
+import sys
 
 import pytest
 
+from weft import core
 from weft.core import errors
 from weft.core.errors import WeftError, from_wire, to_wire
 
@@ -58,3 +60,9 @@ def test_other_errors_are_server_errors() -> None:
     assert to_wire(OSError("no")) == ("server_error", "OSError: no", None)
     unknown = from_wire(("of another version", "what", None))
     assert type(unknown) is WeftError and unknown.message == "what"
+
+
+def test_systems_that_are_not_served_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ImportError, match="Weft runs on Linux, and this is darwin"):
+        importlib.reload(core)

@@ -7,7 +7,6 @@ be left behind in any of its parts.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -18,10 +17,9 @@ from tiny import ADAPTERS, BASE
 # Without a GPU, Triton's kernels are tested in its interpreter; Triton looks when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    if sys.platform == "linux":
-        from interpreter import make_quick
+    from interpreter import make_quick
 
-        make_quick()
+    make_quick()
 
 from weft import LLM
 

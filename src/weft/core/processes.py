@@ -14,10 +14,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
 def die_with_parent(parent_pid: int) -> None:
     """From now on the kernel kills this process when the parent's thread that started it ends, even
-    if this process is stopped or hangs. Does nothing on systems other than Linux.
-    """
-    if sys.platform != "linux":
-        return
+    if this process is stopped or hangs."""
     with contextlib.suppress(OSError, AttributeError):  # a C library without it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it was gone before
@@ -26,7 +23,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 def forbid_new_privileges() -> None:
     """From now on no program that this process starts has more rights than it has itself, whatever
-    the program's file says. Linux only."""
+    the program's file says."""
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
     ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, one, none, none, none)
 

@@ -20,7 +20,6 @@ import os
 import pickle
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ import torch
 
 from weft.checkpoint.pack import AdapterImage
 from weft.core.config import EngineArgs
-from weft.core.errors import ConfigError, EngineDead, WeftError
+from weft.core.errors import EngineDead, WeftError
 from weft.core.locked_folder import LockedFolder
 from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.group import join_group, leave_group
@@ -108,10 +107,7 @@ class Peers:
 
     def __init__(self, args: EngineArgs, on_lost: Callable[[], None]) -> None:
         """`on_lost` is called, on another thread, when a rank is gone or hangs. The processes end
-        with this one. Raises ConfigError."""
-        if sys.platform != "linux":
-            message = "--tensor-parallel-size: several ranks are served on Linux only"
-            raise ConfigError(message, "tensor_parallel_size")
+        with this one."""
         self.num_ranks = args.model.tensor_parallel_size
         self.host_fd = shared_file(host_bytes(args.lora.adapter_host_memory))
         """The memory for images on the host, which all ranks map."""

@@ -35,8 +35,7 @@ _ahead: list[Spawned] = []
 
 def spawn_ahead(tensor_parallel_size: int) -> None:
     """Start the processes of all ranks but the first, for the next engine of this process."""
-    if sys.platform == "linux":
-        _ahead.extend(_start() for _ in range(1, tensor_parallel_size))
+    _ahead.extend(_start() for _ in range(1, tensor_parallel_size))
 
 
 def spawn(files: Sequence[int]) -> Spawned:
