@@ -29,6 +29,7 @@ from tiny import ADAPTERS, BASE, answer, ask
 
 from weft import LLM, SamplingParams
 from weft.core.adapters import AdapterSource
+from weft.core.config import engine_args
 from weft.core.errors import (
     AdapterConflict,
     AdapterInvalid,
@@ -650,6 +651,15 @@ def test_dummy_weights(make_llm: MakeLLM, tmp_path: Path) -> None:
     assert len(first[0].token_ids) == 8 and first[0].token_ids == second[0].token_ids
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
         make_llm(tmp_path, skip_tokenizer_init=True, adapters={})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("max_modellen", "did you mean 'max_model_len'"), ("enable_lora", "they are the flags of")],
+)
+def test_an_option_that_is_not_there(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"there is no option '{name}'; {hint}"):
+        engine_args("m", **{name: 1})
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -239,15 +240,19 @@ def engine_args(model: str, **options: object) -> EngineArgs:
     """
     given = {name: value for name, value in options.items() if value is not None}
     parts: dict[str, object] = {}
+    known = ["num_threads"]
     kinds = {"model": ModelArgs, "lora": LoraArgs, "cache": CacheArgs, "scheduler": SchedulerArgs}
     for part, kind in kinds.items():
         names = {f.name for f in fields(kind)} - {"model"}
+        known.extend(names)
         values = {name: _typed(kind, name, given.pop(name)) for name in names & given.keys()}
         parts[part] = kind(model, **values) if kind is ModelArgs else kind(**values)
     num_threads = _typed(EngineArgs, "num_threads", given.pop("num_threads", None))
     if given:
         name = min(given)
-        raise ConfigError(f"there is no option {name!r}; weft.core.config lists them", name)
+        like = get_close_matches(name, known, 1, 0.75)
+        hint = f"did you mean {like[0]!r}?" if like else "they are the flags of `weft serve`"
+        raise ConfigError(f"there is no option {name!r}; {hint}", name)
     return EngineArgs(num_threads=num_threads, **parts)  # type: ignore[arg-type]
 
 
