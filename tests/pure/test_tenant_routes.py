@@ -389,8 +389,8 @@ def test_more_choices_than_a_tenant_may_have_open_are_refused_by_its_cap(served:
         served.file.write_text(TENANTS.replace("[tenants.acme]", cap))
         served.tenants.reload()
         for who, n, told in (
-            ("acme-app", 3, "asks for 3 sequences, and you may have 2 requests open"),
-            ("acme-app", 128, "asks for 128 sequences, and you may have 2 requests open"),
+            ("acme-app", 3, "asks for 3 sequences, and you may have 2 open at a time"),
+            ("acme-app", 128, "asks for 128 sequences, and you may have 2 open at a time"),
             ("globex-all", 1, None),
         ):
             ask = {"model": "base", "prompt": "abc", "n": n}

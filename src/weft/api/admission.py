@@ -90,7 +90,7 @@ class Admission:
         if count > min(self._max_open, own or self._max_open):
             limit = f"the server takes {self._max_open} at a time"
             if own is not None and own < self._max_open:
-                limit = f"you may have {own} requests open"
+                limit = f"you may have {own} open at a time"
             raise InvalidRequest(f"this request asks for {count} sequences, and {limit}")
         most = tenant.caps.max_tokens_in_flight
         if most is not None and num_tokens > most:
