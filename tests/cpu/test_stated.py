@@ -196,6 +196,12 @@ def test_what_phi_3_can_not_have_is_left_to_transformers() -> None:
         assert read_stated(PUBLISHED["Phi 4 mini"] | change) is None
 
 
+@pytest.mark.parametrize("field", ["is_encoder_decoder", "of_a_later_release"])
+def test_fields_that_are_not_listed_are_left_to_transformers(field: str) -> None:
+    """It may refuse them, and knows of which ones to warn."""
+    assert read_stated(PUBLISHED["Llama 3"] | {field: True}) is None
+
+
 def test_transformers_is_not_imported() -> None:
     code = (
         "import sys; from weft.models.config import load_model_config;"

@@ -184,7 +184,8 @@ HEAD = """\
 
 A model is computed as in transformers, or refused. The error names the field of its configuration
 that Weft can't serve. Every field is either read, known to have no effect, or refused unless it
-has its default. Architectures that are not in the table are refused too.
+has its default. Fields that transformers does not know are ignored, as transformers does, and the
+log names them. Architectures that are not in the table are refused too.
 
 Sizes are read from the configuration, so all sizes of a family are served alike.
 

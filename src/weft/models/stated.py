@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from types import NoneType, SimpleNamespace
 from typing import Any
 
+from weft.models.fields import COMPUTED, READ, WITHOUT_EFFECT
+
 _OFF = dict.fromkeys(
     ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), False
 )
@@ -60,6 +62,10 @@ _UNFORESEEN = frozenset(
 )
 """Fields that change how transformers reads other fields; foreseen only if a family needs them."""
 _FACTORS = ("short_factor", "long_factor")
+_KNOWN = (READ | WITHOUT_EFFECT) - COMPUTED.keys() | {
+    *("compression_config", "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype")
+}
+"""Fields that need no look at what transformers knows; of others, `check_fields` warns."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -67,6 +73,8 @@ def read_stated(raw: Mapping[str, Any]) -> SimpleNamespace | None:
     """The fields of transformers' configuration for this file, as far as the families need them;
     None if they can't be told from the file alone."""
     needed = _NEEDED.get(raw.get("model_type", ""))
+    if not raw.keys() <= _KNOWN:
+        return None
     if needed is None or not _UNFORESEEN.isdisjoint(raw.keys() - needed.keys()):
         return None
     fields = _OFF | _with_experts(raw)
