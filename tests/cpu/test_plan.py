@@ -318,6 +318,11 @@ def test_what_can_not_be_planned(arguments: tuple[str, ...]) -> None:
     assert run(*arguments)[0] == 2
 
 
+def test_a_misspelt_shape_is_told_which_one_was_meant() -> None:
+    status, text = run("llama3-8b")
+    assert status == 2 and "there is no folder or shape llama3-8b; did you mean llama-3-8b?" in text
+
+
 def test_names_of_gpus() -> None:
     assert total_of(48 << 30) == 48 << 30
     with pytest.raises(ConfigError, match="h200"):

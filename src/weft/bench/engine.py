@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -128,8 +129,12 @@ def on_gpu(options: Mapping[str, object]) -> bool:
 @contextmanager
 def preset_folder(model: str) -> Iterator[str]:
     """The folder or hub id of a model. A preset's configuration is written to a folder that exists
-    as long as the context does."""
+    as long as the context does. Raises ConfigError for what must be a misspelt preset."""
     if model not in PRESETS:
+        if "/" not in model and not Path(model).exists():
+            for like in get_close_matches(model, PRESETS, 1):
+                message = f"there is no folder or shape {model}; did you mean {like}?"
+                raise ConfigError(message, "model")
         yield model
         return
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
