@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from attention_cases import TOLERANCE, assert_same_as_oracle, random_batch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from weft.core.errors import ConfigError
 from weft.kernels.attention import sdpa
+from weft.kernels.attention.by_row import attend_by_row
 from weft.kernels.attention.sdpa import torch_attend
 from weft.kernels.ops import (
     ClampedSwiglu,
@@ -25,6 +28,8 @@ from weft.kernels.ops import (
     rms_norm,
 )
 
+SPECIAL = st.sampled_from([{}, {"has_sinks": True}, {"cap": 0.6}])
+
 
 @settings(max_examples=50, deadline=None)
 @given(
@@ -36,7 +41,7 @@ from weft.kernels.ops import (
     heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (8, 1)]),
     block_size=st.sampled_from([1, 4, 16]),
     window=st.sampled_from([None, 1, 3, 16, 64]),
-    has_sinks=st.booleans(),
+    special=SPECIAL,
     seed=st.integers(0, 1000),
 )
 def test_mixed_batches_match_the_oracle(
@@ -44,11 +49,11 @@ def test_mixed_batches_match_the_oracle(
     heads: tuple[int, int],
     block_size: int,
     window: int | None,
-    has_sinks: bool,
+    special: dict[str, Any],
     seed: int,
 ) -> None:
     batch = random_batch(lens, block_size, seed)
-    assert_same_as_oracle(torch_attend, batch, heads, block_size, window, seed, has_sinks=has_sinks)
+    assert_same_as_oracle(torch_attend, batch, heads, block_size, window, seed, **special)
 
 
 @settings(max_examples=25, deadline=None)
@@ -56,21 +61,32 @@ def test_mixed_batches_match_the_oracle(
     past=st.lists(st.integers(0, 60), min_size=1, max_size=12),
     heads=st.sampled_from([(4, 4), (4, 2), (8, 1)]),
     window=st.sampled_from([None, 1, 5, 100]),
-    has_sinks=st.booleans(),
+    special=SPECIAL,
     seed=st.integers(0, 1000),
 )
 def test_decode_batches_match_the_oracle(
-    past: list[int], heads: tuple[int, int], window: int | None, has_sinks: bool, seed: int
+    past: list[int],
+    heads: tuple[int, int],
+    window: int | None,
+    special: dict[str, Any],
+    seed: int,
 ) -> None:
     batch = random_batch([(1, p) for p in past], 4, seed)
-    assert_same_as_oracle(torch_attend, batch, heads, 4, window, seed, has_sinks=has_sinks)
+    assert_same_as_oracle(torch_attend, batch, heads, 4, window, seed, **special)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 6])
 def test_half_precision(dtype: torch.dtype, window: int | None) -> None:
     batch = random_batch([(1, 20), (9, 0), (1, 0), (5, 13)], 4, 0)
-    assert_same_as_oracle(torch_attend, batch, (4, 2), 4, window, 0, dtype)
+    for cap in (None, 0.6):
+        assert_same_as_oracle(torch_attend, batch, (4, 2), 4, window, 0, dtype, cap=cap)
+
+
+@pytest.mark.parametrize("special", [{}, {"has_sinks": True}, {"cap": 0.6}])
+def test_rows_one_by_one(special: dict[str, Any]) -> None:
+    batch = random_batch([(1, 20), (9, 0), (1, 0), (5, 13)], 4, 0)
+    assert_same_as_oracle(attend_by_row, batch, (4, 2), 4, 6, 0, **special)
 
 
 @pytest.mark.parametrize("prefill", [[], [(20, 4)]])

@@ -16,8 +16,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
+    Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
@@ -459,6 +461,28 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         linear_value_head_dim=12,
         mlp_only_layers=[1],
     ),
+    "gemma": GemmaConfig(**SIZES, head_dim=12),
+    "gemma-untied-bias": GemmaConfig(
+        **SIZES, **YARN, head_dim=8, attention_bias=True, tie_word_embeddings=False
+    ),
+    "gemma2": Gemma2Config(
+        **SIZES | {"num_hidden_layers": 4},
+        head_dim=12,
+        query_pre_attn_scalar=3,
+        sliding_window=6,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma2-untied-bias": Gemma2Config(
+        **SIZES | {"num_key_value_heads": 4},
+        head_dim=8,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        sliding_window=50,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
     "gemma3": Gemma3TextConfig(
         **SIZES | {"num_hidden_layers": 7},
         head_dim=12,
@@ -613,6 +637,8 @@ AGAIN = {
     "olmo2-tied-bias",
     "granite-tied-bias",
     "cohere2-untied-bias",
+    "gemma-untied-bias",
+    "gemma2-untied-bias",
 }
 """Configurations whose features others have too, in other families."""
 
@@ -1117,6 +1143,10 @@ def test_layer_types_that_disagree_are_refused(
         ("gemma4-moe", "top_k_experts", None),
         ("llama", "per_layer_config", {"1": {"head_dim": 4}}),
         ("qwen3.5", "layer_types", ["linear_attention"] * 4),
+        ("gemma", "use_bidirectional_attention", True),
+        ("gemma2", "attn_logit_softcapping", 0.0),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma3", "attn_logit_softcapping", 50.0),
         ("gemma3", "query_pre_attn_scalar", 0),
         ("gemma3", "final_logit_softcapping", math.nan),
         ("gemma4", "rope_parameters", {}),

@@ -43,6 +43,7 @@ class World:
         "gemma4-moe",
         "gemma3",
         "glm4-moe",
+        "gemma2",
         "gpt-oss",
         "qwen3.5",
         "qwen3.5-moe",

@@ -101,6 +101,7 @@ def test_triton_against_the_reference(dtype: torch.dtype, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", ATTENTION_TOLERANCE, ids=str)
 @pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("cap", [None, 0.6])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     "lens",
@@ -108,7 +109,11 @@ def test_triton_against_the_reference(dtype: torch.dtype, rows: int) -> None:
     ids=["decodes", "mixed"],
 )
 def test_attention_against_the_reference(
-    lens: list[tuple[int, int]], has_sinks: bool, window: int | None, dtype: torch.dtype
+    lens: list[tuple[int, int]],
+    has_sinks: bool,
+    cap: float | None,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> None:
     batch = random_batch(lens, 16, 0)
     q, k, v, cache = random_inputs(batch, (8, 2), 16, 0, dtype)
@@ -120,7 +125,8 @@ def test_attention_against_the_reference(
         seq_lens_S=batch.seq_lens_S.cuda(),
     )
     q = q.cuda()
-    more = {"window": window, "sinks_H": random_sinks(8, dtype).cuda() if has_sinks else None}
+    sinks = random_sinks(8, dtype).cuda() if has_sinks else None
+    more = {"window": window, "sinks_H": sinks, "cap": cap}
     want = reference_attend(q, cache, batch, scale=0.3, **more)
     got = make_ops("triton", q.device).attend(q, cache, batch, scale=0.3, **more)
     tolerance = ATTENTION_TOLERANCE[dtype]

@@ -27,8 +27,10 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
     GptOssConfig,
@@ -164,6 +166,15 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         mlp_only_layers=[0],
         tie_word_embeddings=False,
     ),
+    "gemma": GemmaConfig(**SIZES, head_dim=16),
+    "gemma2": Gemma2Config(
+        **SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=8,
+        sliding_window=24,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=20.0,
+    ),
     "gemma3": Gemma3TextConfig(
         **SIZES,
         head_dim=16,
@@ -289,7 +300,10 @@ UNTIED = (
     ),
     *MIXTURES,
 )
-NEWER = (*("olmo3", "smollm3", "granite", "gemma3", "gemma4", "glm4", "cohere2", "qwen3.5"),)
+NEWER = (
+    *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
+    *("cohere2", "qwen3.5"),
+)
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;
 `make exhaustive` tries all kinds on all families."""

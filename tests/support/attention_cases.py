@@ -60,12 +60,14 @@ def assert_same_as_oracle(
     seed: int,
     dtype: torch.dtype = torch.float32,
     has_sinks: bool = False,
+    cap: float | None = None,
 ) -> None:
     q, k, v, cache = random_inputs(batch, heads, block_size, seed, dtype)
     write_kv(k, v, cache, batch)
     sinks = random_sinks(heads[0], dtype) if has_sinks else None
-    expected = reference_attend(q, cache, batch, scale=0.3, window=window, sinks_H=sinks)
+    more = {"scale": 0.3, "window": window, "sinks_H": sinks, "cap": cap}
+    expected = reference_attend(q, cache, batch, **more)
     for _ in range(2):  # two layers share what is prepared
-        got = attend(q, cache, batch, scale=0.3, window=window, sinks_H=sinks)
+        got = attend(q, cache, batch, **more)
         assert got.dtype == dtype
         torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -110,6 +110,7 @@ ROWS = [
         reasoning=THINK,
         limits=IMAGES,
     ),
+    Row("Gemma 1, 2", "gemma2", ("Gemma", "Gemma2"), limits="no tools"),
     Row(
         "Gemma 3",
         "gemma3",

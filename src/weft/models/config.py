@@ -329,7 +329,8 @@ _SIZES = (
     *("mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_n_heads"),
 )
 _NUMBERS = (
-    *("attention_multiplier", "embedding_multiplier", "final_logit_softcapping"),
+    *("attention_multiplier", "attn_logit_softcapping", "embedding_multiplier"),
+    "final_logit_softcapping",
     *("layer_norm_eps", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
     *("residual_multiplier", "rms_norm_eps", "routed_scaling_factor"),
     *("swiglu_alpha", "swiglu_limit"),

@@ -248,7 +248,7 @@ class AttentionLayer:
         self._qk_norm = parts.qk_norm(index)
         self._ops = parts.ops
         self._eps = config.norm_eps
-        scale = config.scales.attention
+        scale, self._cap = config.scales.attention, config.scales.score_cap
         self._shape = config.layer(index)
         self._writes = self._shape.cache == index
         self._scale = self._shape.head_dim**-0.5 if scale is None else scale
@@ -273,7 +273,13 @@ class AttentionLayer:
         if rope.query_T11 is not None:
             q_THD = q_THD * rope.query_T11
         out_THD = ops.attend(
-            q_THD, cache, batch, scale=self._scale, window=self._window, sinks_H=self._sinks_H
+            q_THD,
+            cache,
+            batch,
+            scale=self._scale,
+            window=self._window,
+            sinks_H=self._sinks_H,
+            cap=self._cap,
         )
         if gates:
             out_THD = ops.apply_gates(out_THD, qkv)

@@ -3,7 +3,7 @@ family's checkpoints is read. What Weft would compute wrongly is refused here, b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -143,11 +143,28 @@ def _gemma3_scales(hf: Any) -> Scales:
     return gemma_scales(hf, attention=float(scalar) ** -0.5)
 
 
+def _gemma2_scales(hf: Any) -> Scales:
+    cap = hf.attn_logit_softcapping
+    if cap is not None and not cap > 0:
+        message = f"attn_logit_softcapping must be positive, got {cap}"
+        raise ConfigError(message, "attn_logit_softcapping")
+    return replace(_gemma3_scales(hf), score_cap=cap)
+
+
+def _gemma_windows(
+    hf: Any, windows: Callable[[Any], tuple[int | None, ...]] = one_window_by_type
+) -> tuple[int | None, ...]:
+    name = "use_bidirectional_attention"
+    if getattr(hf, name):
+        raise ConfigError(f"{name} {getattr(hf, name)} is not served", name)
+    return windows(hf)
+
+
 def _gemma3_windows(hf: Any) -> tuple[int | None, ...]:
-    for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
-        if getattr(hf, name):
-            raise ConfigError(f"{name} {getattr(hf, name)} is not served", name)
-    return one_window_by_type(hf)
+    name = "attn_logit_softcapping"
+    if getattr(hf, name):  # which transformers does not compute
+        raise ConfigError(f"{name} {getattr(hf, name)} is not served", name)
+    return _gemma_windows(hf)
 
 
 def _layer_windows(hf: Any) -> tuple[int | None, ...]:
@@ -299,16 +316,28 @@ _MISTRAL = Family("mistral", _one_window)
 _MINISTRAL3 = Family("ministral3", _one_window, query_growth=True)
 _QWEN2 = Family("qwen2", _layer_windows, attention_bias=True)
 _QWEN3_VL = _biased("qwen3_vl_text", _no_windows, qk_norm="head", text_of="qwen3_vl")
-_GEMMA3 = _biased(
-    "gemma3_text",
-    _gemma3_windows,
-    qk_norm="head",
-    blocks="both",
-    ropes=rope_by_type,
-    scales=_gemma3_scales,
-    activation_field="hidden_activation",
+_GEMMA = _biased(
+    "gemma",
+    partial(_gemma_windows, windows=_no_windows),
+    scales=partial(gemma_scales, attention=None),
     activation="gelu_tanh",
     norm_offset=1.0,
+)
+_GEMMA2 = replace(
+    _GEMMA,
+    model_type="gemma2",
+    windows=_gemma_windows,
+    blocks="both",
+    scales=_gemma2_scales,
+    activation_field="hidden_activation",
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    model_type="gemma3_text",
+    windows=_gemma3_windows,
+    qk_norm="head",
+    ropes=rope_by_type,
+    scales=_gemma3_scales,
 )
 
 _QWEN3_5 = _biased(
@@ -420,6 +449,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5_MOE, text_of="qwen3_5_moe"),
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "GemmaForCausalLM": _GEMMA,
+    "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_of="gemma3"),
     "Gemma4ForCausalLM": GEMMA4,

@@ -255,6 +255,9 @@ class Scales:
     """Multiplies what attention and MLP add to the residual stream."""
     attention: float | None = None
     """Multiplies the scores of attention; None: 1 / sqrt(head_dim)."""
+    score_cap: float | None = None
+    """The magnitude c that scores of attention z can't exceed, as they become
+    `c * tanh(z / c)`."""
     logits: float = 1.0
     """Divides the logits."""
     logit_cap: float | None = None

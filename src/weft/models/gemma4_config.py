@@ -120,9 +120,9 @@ def _token_inputs(hf: Any) -> TokenInputsConfig | None:
     return TokenInputsConfig(hf.vocab_size_per_layer_input, hf.hidden_size_per_layer_input)
 
 
-def gemma_scales(hf: Any, attention: float = 1.0) -> Scales:
-    """The scales of Gemma 3 and 4, with this factor of the scores of attention."""
-    cap = hf.final_logit_softcapping
+def gemma_scales(hf: Any, attention: float | None = 1.0) -> Scales:
+    """The scales of all Gemmas, with this factor of the scores of attention."""
+    cap = getattr(hf, "final_logit_softcapping", None)
     return Scales(
         embedding=float(hf.hidden_size) ** 0.5,
         rounds_embedding=True,

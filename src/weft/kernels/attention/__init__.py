@@ -148,11 +148,18 @@ class Attend(Protocol):
         scale: float,
         window: int | None,
         sinks_H: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Returns (T, H, D), in q's dtype. Row t, at position p of its sequence, attends to the
         positions in (p - window, p], or to all up to p when `window` is None. Query head h reads
         key head h // (H / K). `sinks_H`: a score for each head that takes part in its softmax but
-        has no value, so that weights may sum to less than 1."""
+        has no value, so that weights may sum to less than 1. `cap`: see `capped`; not together with
+        sinks."""
+
+
+def capped(score: Tensor, cap: float | None) -> Tensor:
+    """The scores z, or with a cap c `c * tanh(z / c)`, whose magnitude stays below c."""
+    return score if cap is None else (score / cap).tanh() * cap
 
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, batch: AttentionBatch) -> None:
@@ -169,6 +176,7 @@ def reference_attend(
     scale: float,
     window: int | None,
     sinks_H: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """The oracle of every `Attend`: one sequence at a time, dense, in fp32."""
     out_THD = torch.empty_like(q_THD)
@@ -181,6 +189,7 @@ def reference_attend(
             for t in (cache.k, cache.v)
         )
         score_HQL = torch.einsum("qhd,lhd->hql", q_THD[start:stop].float(), k) * scale
+        score_HQL = capped(score_HQL, cap)
         p = torch.arange(length, device=q_THD.device)
         distance_QL = p[length - (stop - start) :, None] - p
         seen_QL = distance_QL >= 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels.attention import AttentionBatch, KVCache
+from weft.kernels.attention import AttentionBatch, KVCache, capped
 
 
 def attend_by_row(
@@ -20,6 +20,7 @@ def attend_by_row(
     scale: float,
     window: int | None,
     sinks_H: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """An `Attend` that gives a row the same bits whatever else is in its step, as the shapes of all
     its operations follow from the row's position alone. Sums are in fp32."""
@@ -36,7 +37,7 @@ def attend_by_row(
                 t[:, seen].float().clone(memory_format=torch.contiguous_format)
                 for t in (k_KND, v_KND)
             )
-            score_KGL = q_THD[row].float().view(K, H // K, D) @ k_KLD.mT * scale
+            score_KGL = capped(q_THD[row].float().view(K, H // K, D) @ k_KLD.mT * scale, cap)
             if sinks_H is not None:
                 sink_KG1 = sinks_H.float().view(K, H // K, 1)
                 score_KGL = torch.cat((score_KGL, sink_KG1), -1)

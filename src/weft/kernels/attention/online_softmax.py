@@ -16,6 +16,14 @@ def _blocks_of(n, last, table_at, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def _capped(score, CAP: tl.constexpr):
+    """CAP * tanh(score / CAP), where tanh(z) = (1 - exp(-2 z)) / (1 + exp(-2 z))."""
+    DOUBLE: tl.constexpr = 2.8853900817779268 / CAP  # 2 LOG2E
+    shrunk = tl.exp2(-tl.abs(score) * DOUBLE)
+    return tl.where(score < 0, -CAP, CAP) * ((1 - shrunk) / (1 + shrunk))
+
+
+@triton.jit
 def _round(
     q,
     k_ptr,
@@ -36,6 +44,7 @@ def _round(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """`accumulate` over context tokens n in the given blocks; without MASKED, every row sees
     all of them."""
@@ -46,6 +55,8 @@ def _round(
         mask = mask & (n < last)[:, None]
     k = tl.load(k_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if CAP > 0:
+        score = _capped(score, CAP)
     if MASKED:
         seen = (n < last)[None, :]
         if CAUSAL:
@@ -99,15 +110,16 @@ def accumulate(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     ALIKE: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Online softmax of rows q (M, D) over context tokens [first, last): (acc, sum, maximum). It
     takes powers of 2: `scale` has LOG2E in it.
 
-    CAUSAL: row m sees up to position[m]; WINDOW: and only after position[m] - window. Rounds that
-    every row sees all of go without masks (`first` is then a multiple of a round), but if all
-    rounds are to be ALIKE: with a mask, the compiler rounds otherwise. Blocks are looked up one
-    round ahead, as the compiler overlaps fewer rounds of loads whose addresses are loaded in the
-    same round.
+    CAUSAL: row m sees up to position[m]; WINDOW: and only after position[m] - window. CAP: that of
+    an `Attend`, with LOG2E in it; 0: none. Rounds that every row sees all of go without masks
+    (`first` is then a multiple of a round), but if all rounds are to be ALIKE: with a mask, the
+    compiler rounds otherwise. Blocks are looked up one round ahead, as the compiler overlaps fewer
+    rounds of loads whose addresses are loaded in the same round.
     """
     i = tl.arange(0, BLOCK_N)
     most = tl.full((BLOCK_M,), -1e30, tl.float32)
@@ -142,6 +154,7 @@ def accumulate(
                 False,
                 False,
                 False,
+                CAP,
             )
     for start in range(masked, last, BLOCK_N):
         n = start + i
@@ -167,5 +180,6 @@ def accumulate(
             True,
             CAUSAL,
             WINDOW,
+            CAP,
         )
     return acc, total, most

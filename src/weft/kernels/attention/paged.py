@@ -76,6 +76,7 @@ class PagedAttention:
         scale: float,
         window: int | None,
         sinks_H: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         out_THD = q_THD.new_empty(q_THD.shape)
         (H, D), K = q_THD.shape[1:], cache.k.shape[2]
@@ -91,6 +92,7 @@ class PagedAttention:
             "BLOCK_SIZE": cache.block_size,
             "WINDOW": window is not None,
             "SINKS": sinks_H is not None,
+            "CAP": 0.0 if cap is None else cap * LOG2E,
         }
         sinks = out_THD if sinks_H is None else sinks_H
         parts: list[tuple[str, int, Tensor]] = []
@@ -116,7 +118,7 @@ class PagedAttention:
         tiles: Tensor,
         sinks: Tensor,
         numbers: tuple[float, ...],
-        constants: dict[str, int],
+        constants: dict[str, float],
     ) -> None:
         q_THD, *_, out_THD = tensors
         T, H, D = q_THD.shape
@@ -175,7 +177,7 @@ class PagedAttention:
         work: RowWork,
         sinks: Tensor,
         numbers: tuple[float, ...],
-        constants: dict[str, int],
+        constants: dict[str, float],
     ) -> None:
         q_THD, *_, out_THD = tensors
         S, (H, D), block_d = work.num_decodes, q_THD.shape[1:], constants["BLOCK_D"]

@@ -98,13 +98,14 @@ def decode_rows(
     PAIRS: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    CAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One query row of a sequence against one part of its context; programs (S, K, PARTS).
 
     q and out (T, H, D); table int32 (., B); lens int32; pairs int32 (S, 2) of sequence and row
     (-1: nothing to do), without PAIRS both are the program's number; sinks (H,), with SINKS; HEADS:
-    G, rounded up to a power of 2.
+    G, rounded up to a power of 2; CAP: see `accumulate`.
 
     A context is cut into as many parts of at least LEAST tokens as it has, at most PARTS. If there
     are several, they meet in acc fp32 (S, PARTS, H, D) and sums fp32 (S, PARTS, H, 2) of (sum,
@@ -167,6 +168,7 @@ def decode_rows(
         False,
         False,
         False,
+        CAP,
     )
     H = K * G
     done = begin + each >= length
@@ -267,6 +269,7 @@ def prefill_tiles(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    CAP: tl.constexpr,
     ALIKE: tl.constexpr,
     PARTS: tl.constexpr,
     SHARES: tl.constexpr,
@@ -341,6 +344,7 @@ def prefill_tiles(
         True,
         WINDOW,
         ALIKE,
+        CAP,
     )
     if PARTS == 1:
         if SINKS:

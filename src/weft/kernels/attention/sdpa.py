@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.kernels.attention import AttentionBatch, KVCache
+from weft.kernels.attention import AttentionBatch, KVCache, capped
 
 Array = NDArray[Any]
 
@@ -29,6 +29,7 @@ def torch_attend(
     scale: float,
     window: int | None,
     sinks_H: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """An `Attend` of plain torch operations: gather, pad, scaled_dot_product_attention.
 
@@ -36,14 +37,15 @@ def torch_attend(
     per step, window and number of heads. On a CPU, decodes gather keys alone, and add up values
     where they are in the cache.
     """
+    assert sinks_H is None or cap is None
     by_head = q_THD.is_cpu and sinks_H is None
     heads = (q_THD.shape[1], cache.k.shape[2]) if by_head else None
     facts = (cache.block_size, window, heads, q_THD.dtype)
     plan = batch.once(("torch", *facts), partial(_make_plan, batch, *facts))
     outs = [
-        _attend_by_head(q_THD, cache, bucket, scale)
+        _attend_by_head(q_THD, cache, bucket, scale, cap)
         if isinstance(bucket, _Decodes)
-        else _attend(q_THD, cache, bucket, scale, sinks_H)
+        else _attend(q_THD, cache, bucket, scale, sinks_H, cap)
         for bucket in plan.buckets
     ]
     out_YHD = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -92,7 +94,12 @@ class _Plan(NamedTuple):
 
 
 def _attend(
-    q_THD: Tensor, cache: KVCache, bucket: _Bucket, scale: float, sinks_H: Tensor | None
+    q_THD: Tensor,
+    cache: KVCache,
+    bucket: _Bucket,
+    scale: float,
+    sinks_H: Tensor | None,
+    cap: float | None,
 ) -> Tensor:
     """The bucket's results, (P * Q, H, D)."""
     P, Q, L = bucket.shape
@@ -106,6 +113,8 @@ def _attend(
     if sinks_H is not None:
         q, k, v, mask = _with_sinks(q, k, v, mask, sinks_H / scale)
     attend = partial(F.scaled_dot_product_attention, attn_mask=mask, scale=scale)
+    if cap is not None:
+        attend = partial(_attend_capped, mask=mask, scale=scale, cap=cap)
     if Q == 1:
         # The query heads of one key head stand in for query rows: K and V are read once.
         out = attend(q.reshape(P, K, H // K, -1), k, v).reshape(P, H, -1)
@@ -115,7 +124,28 @@ def _attend(
     return out if sinks_H is None else out[..., :D]
 
 
-def _attend_by_head(q_THD: Tensor, cache: KVCache, decodes: _Decodes, scale: float) -> Tensor:
+def _attend_capped(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    cap: float,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention of capped scores, in fp32. It takes the heads one by one, so
+    that only one head's scores are in memory."""
+    outs, groups = [], q.shape[1] // k.shape[1] if enable_gqa else 1
+    for head in range(q.shape[1]):
+        k_PLD, v_PLD = (x[:, head // groups].float() for x in (k, v))
+        score_PQL = capped(q[:, head].float() @ k_PLD.mT * scale, cap) + mask[:, 0]
+        outs.append(score_PQL.softmax(-1) @ v_PLD)
+    return torch.stack(outs, 1).to(q.dtype)
+
+
+def _attend_by_head(
+    q_THD: Tensor, cache: KVCache, decodes: _Decodes, scale: float, cap: float | None
+) -> Tensor:
     """The bucket's results, (P, H, D). Scores are fp32, and a sum of weighted values is what torch
     calls an embedding bag: it reads them where they are in the cache."""
     P, _, L = decodes.shape
@@ -123,7 +153,10 @@ def _attend_by_head(q_THD: Tensor, cache: KVCache, decodes: _Decodes, scale: flo
     q = q_THD if decodes.rows_X is None else q_THD.index_select(0, decodes.rows_X)
     k_XLD = cache.k.flatten(0, 2).index_select(0, decodes.keys_X).view(P * K, L, D).float()
     q_XGD = q.reshape(P * K, H // K, D).float()
-    score_XGL = torch.baddbmm(decodes.mask_X1L, q_XGD, k_XLD.mT, alpha=scale)
+    if cap is None:
+        score_XGL = torch.baddbmm(decodes.mask_X1L, q_XGD, k_XLD.mT, alpha=scale)
+    else:
+        score_XGL = capped(q_XGD @ k_XLD.mT * scale, cap) + decodes.mask_X1L
     weight_X = score_XGL.softmax(-1).to(q.dtype).view(-1)
     v_XD, by_sum = cache.v.flatten(0, 2), 0
     bags = torch.embedding_bag(
