@@ -48,6 +48,7 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -135,6 +136,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama-yarn": LlamaConfig(**SIZES, **YARN),
     "llama-yarn-full": LlamaConfig(**SIZES, **YARN_FULL),
     "llama-bias": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, head_dim=12),
+    "seed-oss": SeedOssConfig(**SIZES, head_dim=12),
+    "seed-oss-other-biases-tied": SeedOssConfig(
+        **SIZES,
+        **YARN,
+        head_dim=16,
+        attention_bias=False,
+        attention_out_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    ),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "mistral-window": MistralConfig(**SIZES, sliding_window=7),
     "ministral": MinistralConfig(

@@ -192,6 +192,7 @@ CALLS_TIME = {
     "llama3_json": '{"name": "time", "parameters": {}}',
     "mistral": '[TOOL_CALLS] [{"name": "time", "arguments": {}}]',
     "qwen3_coder": "<tool_call>\n<function=time>\n</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=time>\n</function>\n</seed:tool_call>",
     "gemma4": "<|tool_call>call:time{}<tool_call|>",
     "olmo3": "<function_calls>time()</function_calls>",
     "glm4": "time\n{}",

@@ -206,6 +206,13 @@ def test_reasoning_streams_but_for_what_may_be_its_end() -> None:
         ("qwen3_coder", "<tool_call><function=g><parameter=n>4", "", [("g", "{")]),
         ("qwen3_coder", "<tool_call><function></tool_call>", None, []),
         ("qwen3_coder", "a <tool_call> b", None, []),
+        (
+            "seed_oss",
+            "<seed:tool_call>\n<function=f>\n<parameter=n>4</parameter>\n</function>\n"
+            "</seed:tool_call>",
+            "",
+            [("f", '{"n": 4}')],
+        ),
         ("granite", '<|tool_call|>[{"name": "g", "arguments": {"x": 1}}]', "", [("g", '{"x": 1}')]),
         (
             "cohere",
@@ -491,6 +498,7 @@ def read_hermes(text: str) -> Parsed:
         ("[gMASK]<sop>{{ item['tools'] }}<|observation|>", None, None),
         ("{{ '</think>' }}<tool_call>{{ name }}<arg_key>a</arg_key><|observation|>", None, "think"),
         ("respond only with <|tool_call|> followed by a list", "granite", None),
+        ("<seed:tool_call>\n<function=f>, </seed:think>", "seed_oss", "seed_oss"),
         ("{{ messages[0].content }}", None, None),
     ],
 )

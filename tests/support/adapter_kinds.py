@@ -54,6 +54,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -99,6 +100,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
             "mscale_all_dim": 1.0,
             "llama_4_scaling_beta": 0.3,
         },
+    ),
+    "seed-oss": SeedOssConfig(
+        **SIZES, pad_token_id=None, head_dim=16, attention_out_bias=True, mlp_bias=True
     ),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
@@ -277,7 +281,7 @@ LINEAR = {
     "qwen3-next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
 }
 """Families with linear attention, and what they have beside the projections of others."""
-BIASED = ("qwen2", "qwen2-moe", "glm4")
+BIASED = ("qwen2", "qwen2-moe", "glm4", "seed-oss")
 MIXTURES = (
     *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
     *("granite4", "gpt-oss", "mixtral", "minimax-m2"),
@@ -296,13 +300,14 @@ UNTIED = (
         "olmo3",
         "granite",
         "glm4",
+        "seed-oss",
         "qwen3.5",
     ),
     *MIXTURES,
 )
 NEWER = (
     *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
-    *("cohere2", "qwen3.5"),
+    *("cohere2", "seed-oss", "qwen3.5"),
 )
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;

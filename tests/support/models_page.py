@@ -64,6 +64,7 @@ ROWS = [
         limits=IMAGES,
     ),
     Row("Ministral 3", "ministral3", ("Ministral3",), tools="`mistral`", reasoning="`[THINK]`"),
+    Row("Seed-OSS", "seed-oss", ("SeedOss",), tools="`seed_oss`", reasoning="`<seed:think>`"),
     Row(
         "Qwen 2, 2.5, 2.5 VL",
         "qwen2",

@@ -78,9 +78,8 @@ _HELP = {
     "--max-connections-per-address": "Number of connections that one address may have. 0: any"
     " number, for servers behind a proxy. Default: half of what the limit of open files allows.",
     "--tool-call-parser": "The format in which the model calls tools: none, hermes, llama3_json,"
-    " mistral, qwen3_coder, granite, cohere, phi4_mini_json, gemma4, functiongemma, olmo3, glm4 or"
-    " harmony. auto: recognise it by the"
-    " chat template.",
+    " mistral, qwen3_coder, seed_oss, granite, cohere, phi4_mini_json, gemma4, functiongemma,"
+    " olmo3, glm4 or harmony. auto: recognise it by the chat template.",
     "--reasoning-parser": "How the model marks its reasoning, so that it is separated from the"
     " answer. think: <think> and </think>. auto: recognise it by the chat template.",
     "--shutdown-timeout": "On shutdown, wait this long for open requests to finish.",
@@ -168,6 +167,7 @@ class ServeFlags:
             "llama3_json",
             "mistral",
             "qwen3_coder",
+            "seed_oss",
             "granite",
             "cohere",
             "phi4_mini_json",
@@ -180,7 +180,8 @@ class ServeFlags:
         _flag("--tool-call-parser", "FORMAT"),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "think", "mistral", "cohere", "gemma4"], _flag("--reasoning-parser")
+        Literal["auto", "none", "think", "mistral", "seed_oss", "cohere", "gemma4"],
+        _flag("--reasoning-parser"),
     ] = "auto"
     shutdown_timeout: Annotated[int, _flag("--shutdown-timeout", "SECONDS", min=0)] = 20
     watchdog_timeout: Annotated[float, _flag("--watchdog-timeout", "SECONDS", min=0)] = 300

@@ -355,6 +355,13 @@ _QWEN3_NEXT = replace(_QWEN3_5, model_type="qwen3_next", moe=_qwen3_next_moe, li
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": _biased("llama", _no_windows, mlp_bias="mlp_bias"),
+    "SeedOssForCausalLM": Family(
+        "seed_oss",
+        _no_windows,
+        attention_bias="attention_bias",
+        attention_out_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+    ),
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": Family("ministral", one_window_by_type),
     "Ministral3ForCausalLM": _MINISTRAL3,

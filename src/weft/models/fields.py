@@ -16,6 +16,7 @@ READ = frozenset(
         "attention_bias",
         "attention_k_eq_v",
         "attention_multiplier",
+        "attention_out_bias",
         "attn_logit_softcapping",
         "decoder_sparse_step",
         "dtype",
@@ -112,6 +113,7 @@ WITHOUT_EFFECT = frozenset(
         "initializer_range",
         "output_router_logits",
         "resid_pdrop",
+        "residual_dropout",
         "router_aux_loss_coef",
         "router_jitter_noise",
         # how transformers computes or answers, not what

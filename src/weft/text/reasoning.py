@@ -21,6 +21,7 @@ def _between(begin: str, end: str) -> ReasoningMarks:
 REASONING = {
     "think": _between("<think>", "</think>"),
     "mistral": _between("[THINK]", "[/THINK]"),
+    "seed_oss": _between("<seed:think>", "</seed:think>"),
     "cohere": _between("<|START_THINKING|>", "<|END_THINKING|>"),
     "gemma4": ReasoningMarks("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
 }

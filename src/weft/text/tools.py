@@ -52,6 +52,7 @@ TOOL_FORMATS = {
     ),
     "mistral": ToolFormat(begin="[TOOL_CALLS]", lists=True, inner=("[CALL_ID]", "[ARGS]")),
     "qwen3_coder": ToolFormat(begin="<tool_call>", end="</tool_call>", syntax="xml"),
+    "seed_oss": ToolFormat(begin="<seed:tool_call>", end="</seed:tool_call>", syntax="xml"),
     "granite": ToolFormat(begin="<|tool_call|>", lists=True),
     "cohere": ToolFormat(
         begin="<|START_ACTION|>", lists=True, name="tool_name", arguments="parameters"
@@ -77,6 +78,7 @@ TOOL_FORMATS = {
   `[TOOL_CALLS]name[ARGS]{...}`
 - qwen3_coder (Qwen3-Coder, Qwen 3.5): `<tool_call><function=name><parameter=key>...</parameter>
   </function></tool_call>`, whose values are JSON where the tool's schema asks for more than text
+- seed_oss: the same between `<seed:tool_call>` and `</seed:tool_call>`
 - granite (Granite 3): `<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`
 - cohere (Command R7B and A): `<|START_ACTION|>[{"tool_name": ..., "parameters": {...}}, ...]`
 - phi4_mini_json (Phi-4-mini): `<|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>`
@@ -97,6 +99,7 @@ _SHOWN_BY: tuple[tuple[str, str | None], ...] = (
     ("<|/tool|>", "phi4_mini_json"),
     ("<|channel|>", "harmony"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<seed:tool_call>", "seed_oss"),
     ("<function=", "qwen3_coder"),
     ("<|START_ACTION|>", "cohere"),
     ("<arg_key>", None),  # GLM 4.5 to 4.7
