@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -115,6 +116,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     ),
     "olmo2": Olmo2Config(**SIZES, pad_token_id=None, tie_word_embeddings=False),
     "olmo3": Olmo3Config(**SIZES, pad_token_id=None, sliding_window=24, layer_types=WINDOW_AND_ALL),
+    "exaone4": Exaone4Config(
+        **SIZES, pad_token_id=None, sliding_window=24, layer_types=WINDOW_AND_ALL
+    ),
     "smollm3": SmolLM3Config(**SIZES, pad_token_id=None, no_rope_layers=[1, 0]),
     "granite": GraniteConfig(
         **SIZES,
@@ -301,13 +305,14 @@ UNTIED = (
         "granite",
         "glm4",
         "seed-oss",
+        "exaone4",
         "qwen3.5",
     ),
     *MIXTURES,
 )
 NEWER = (
     *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
-    *("cohere2", "seed-oss", "qwen3.5"),
+    *("cohere2", "seed-oss", "exaone4", "qwen3.5"),
 )
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;

@@ -31,7 +31,7 @@ NAMES = dict(
                 "SmolLM 3",
             ),
             *("Granite 3", "Gemma 1", "Gemma 2", "Gemma 3", "Gemma 4", "GLM 4"),
-            *("Cohere 2", "Seed-OSS", "Qwen 3.5"),
+            *("Cohere 2", "Seed-OSS", "EXAONE 4", "Qwen 3.5"),
             *("Qwen 3 MoE", "Qwen 3.5 MoE", "Qwen 3 Next", "Qwen 2 MoE", "OLMoE"),
             *("GLM 4 MoE", "Gemma 4 MoE"),
             *("Granite 4", "gpt-oss", "Mixtral", "MiniMax M2"),

@@ -151,6 +151,7 @@ ROWS = [
     Row("SmolLM 3", "smollm3", ("SmolLM3",), tools="`hermes`", reasoning=THINK),
     Row("OLMo 2", "olmo2", ("Olmo2",), limits="no tools"),
     Row("OLMo 3", "olmo3", ("Olmo3",), tools="`olmo3`", reasoning=THINK),
+    Row("EXAONE 4", "exaone4", ("Exaone4",), tools="`hermes`", reasoning=THINK),
     Row("OLMoE", "olmoe", ("Olmoe",), limits="no tools; no `clip_qkv`"),
     Row("Granite 3", "granite", ("Granite",), tools="`granite`"),
     Row(

@@ -283,6 +283,12 @@ def _rope_in_windows(hf: Any) -> tuple[RopeParameters | None, ...]:
     return tuple(hf.rope_parameters if window else None for window in windows)
 
 
+def _exaone4_ropes(hf: Any) -> tuple[RopeParameters | None, ...]:
+    if hf.sliding_window is None:
+        return (hf.rope_parameters,) * int(hf.num_hidden_layers)
+    return _rope_in_windows(hf)
+
+
 def _cohere_scales(hf: Any) -> Scales:
     if not hf.logit_scale:
         raise ConfigError(f"logit_scale must not be {hf.logit_scale}", "logit_scale")
@@ -388,6 +394,9 @@ FAMILIES: dict[str, Family] = {
     "Olmo2ForCausalLM": _biased("olmo2", _no_windows, qk_norm="width", blocks="post"),
     "Olmo3ForCausalLM": _biased(
         "olmo3", one_window_by_type, qk_norm="width", blocks="post", ropes=rope_by_type
+    ),
+    "Exaone4ForCausalLM": Family(
+        "exaone4", one_window_by_type, qk_norm="head", blocks="post", ropes=_exaone4_ropes
     ),
     "OlmoeForCausalLM": _biased("olmoe", _no_windows, qk_norm="width", moe=_olmoe),
     "SmolLM3ForCausalLM": _biased(
