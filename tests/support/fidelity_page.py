@@ -65,8 +65,8 @@ FAMILIES = """\
   only gate and up are.
 - In Qwen 3.5, its mixture and Qwen 3 Next, the kinds apply to linear attention too, and in Granite
   4 to Mamba layers.
-- `bias` applies to the biases that Qwen 2, its mixture, GLM 4 and Seed-OSS have. Those of gpt-oss can't be
-  replaced, because `peft` saves the biases of its experts with them.
+- `bias` applies to the biases that Qwen 2, its mixture, GLM 4 and Seed-OSS have. Those of gpt-oss
+  can't be replaced, because `peft` saves the biases of its experts with them.
 - (IA)³ of the head needs a head that is not tied to the embedding.
 """
 COLUMNS = """\
