@@ -44,6 +44,8 @@ class World:
         "gemma3",
         "glm4-moe",
         "gemma2",
+        "granite4",
+        "minimax-m2",
         "gpt-oss",
         "qwen3.5",
         "qwen3.5-moe",
