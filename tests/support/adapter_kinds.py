@@ -27,6 +27,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    Dots1Config,
+    Ernie4_5_MoeConfig,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -57,6 +59,7 @@ from transformers import (
     Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
+    SolarOpenConfig,
 )
 
 VOCAB = 80
@@ -75,6 +78,12 @@ SIZES: dict[str, Any] = {
 }
 SMALL = {n: v for n, v in SIZES.items() if n != "intermediate_size"}
 """The sizes of models without dense MLPs."""
+ROUTED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+}
 WINDOW_AND_ALL = ["sliding_attention", "full_attention"]
 HYBRID: dict[str, Any] = {
     "head_dim": 16,
@@ -264,6 +273,22 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         topk_group=2,
         routed_scaling_factor=1.5,
     ),
+    "dots1": Dots1Config(
+        **SIZES,
+        **ROUTED,
+        head_dim=16,
+        first_k_dense_replace=1,
+        sliding_window=24,
+        max_window_layers=1,
+    ),
+    "solar-open": SolarOpenConfig(**SMALL, **ROUTED, head_dim=16),
+    # The first layer is dense.
+    "ernie4.5-moe": Ernie4_5_MoeConfig(
+        **SIZES,
+        moe_num_experts=6,
+        moe_k=2,
+        moe_intermediate_size=20,
+    ),
     # Two ranks have a part of every expert, and four of them whole experts.
     "gpt-oss": GptOssConfig(
         **SIZES | {"intermediate_size": 64},
@@ -288,10 +313,16 @@ LINEAR = {
 BIASED = ("qwen2", "qwen2-moe", "glm4", "seed-oss")
 MIXTURES = (
     *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
-    *("granite4", "gpt-oss", "mixtral", "minimax-m2"),
+    *("granite4", "gpt-oss", "mixtral", "minimax-m2", "dots1", "solar-open"),
+    "ernie4.5-moe",
 )
-ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral", "minimax-m2")
-CONVERTED = ("qwen3-moe", "olmoe", "glm4-moe", "mixtral", "minimax-m2")
+ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral", "minimax-m2", "solar-open")
+"""The families whose layers have no MLP but experts. peft takes the names of the projections of
+Solar Open's shared experts for those of the others, and can't give these a rank of their own."""
+CONVERTED = (
+    *("qwen3-moe", "olmoe", "glm4-moe", "mixtral", "minimax-m2", "dots1", "solar-open"),
+    "ernie4.5-moe",
+)
 """The families for which peft too reads adapters of single experts."""
 UNTIED = (
     *(

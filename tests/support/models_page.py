@@ -174,6 +174,9 @@ ROWS = [
         reasoning=THINK,
         limits="no tools; the head that drafts tokens is not served",
     ),
+    Row("dots.llm1", "dots1", ("Dots1",), limits="no tools"),
+    Row("Solar Open", "solar-open", ("SolarOpen",), limits="no tools"),
+    Row("ERNIE 4.5 MoE", "ernie4.5-moe", ("Ernie4_5_Moe",), limits="no tools; no `use_bias`"),
     Row(
         "Cohere 2 (Command R7B, A)",
         "cohere2",

@@ -132,11 +132,10 @@ def _vectors(config: ModelConfig) -> list[Vector]:
     if config.sinks:
         return [Vector(sinks_of(i), (heads,), (heads,)) for i in range(config.num_layers)]
     if config.moe is not None and config.moe.correction:
-        num, layers = (
-            config.moe.num_experts,
-            [i for i, is_moe in enumerate(config.moe.layers) if is_moe],
-        )
-        return [Vector(config.moe.correction_of(i), (num,), (num,)) for i in layers]
+        moe = config.moe
+        size = (*(1,) * (moe.correction_dims - 1), moe.num_experts)
+        layers = [i for i, has_experts in enumerate(moe.layers) if has_experts]
+        return [Vector(moe.correction_of(i), size, size[:1]) for i in layers]
     if shape is None:
         return []
     own: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {

@@ -131,7 +131,7 @@ class LayerBuilder:
         scale_E = vectors.get(f"model.layers.{layer}.{EXPERT_SCALES}")
         if moe.scale != 1:
             scale_E = torch.full((moe.num_experts,), moe.scale, device=self.weights.embed.device)
-        correction_E = vectors.get(moe.correction_of(layer))
+        correction_E = vectors[moe.correction_of(layer)].flatten() if moe.correction else None
         first = self.ranks.rank * moe.num_here if moe.expert_ranks > 1 else None
         mlp = SparseMlp(router, gate_up_E, down_E, moe, self.ops, activation)
         return replace(mlp, shared=shared, scale_E=scale_E, first=first, correction_E=correction_E)

@@ -187,8 +187,7 @@ def _qwen3_moe(hf: Any) -> MoeConfig | None:
     if step < 1:
         message = f"decoder_sparse_step must be positive, got {step}"
         raise ConfigError(message, "decoder_sparse_step")
-    if type(hf.num_experts) is not int:
-        raise ConfigError(f"num_experts must be a number, got {hf.num_experts!r}", "num_experts")
+    _check_counts(hf, "num_experts")
     layers = tuple(
         i not in hf.mlp_only_layers and hf.num_experts > 0 and (i + 1) % step == 0
         for i in range(hf.num_hidden_layers)
@@ -228,9 +227,18 @@ def _qwen3_5_moe(hf: Any) -> MoeConfig:
 
 
 def _glm4_moe(hf: Any) -> MoeConfig | None:
-    layers = tuple(i >= hf.first_k_dense_replace for i in range(hf.num_hidden_layers))
+    return _routed(hf, hf.first_k_dense_replace)
+
+
+def _routed(hf: Any, num_dense: int = 0) -> MoeConfig | None:
+    """Experts in all layers but the first `num_dense`, chosen by corrected sigmoids."""
+    layers = tuple(i >= num_dense for i in range(hf.num_hidden_layers))
     if not any(layers):
         return None
+    _check_counts(
+        *(hf, "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
+        *("n_group", "topk_group"),
+    )
     return MoeConfig(
         num_experts=hf.n_routed_experts,
         top_k=hf.num_experts_per_tok,
@@ -246,6 +254,43 @@ def _glm4_moe(hf: Any) -> MoeConfig | None:
         correction="gate.e_score_correction_bias",
         least_sum=1e-20,
         scale=float(hf.routed_scaling_factor),
+    )
+
+
+def _check_counts(hf: Any, *names: str) -> None:
+    for name in names:
+        if type(getattr(hf, name)) is not int:
+            raise ConfigError(f"{name} must be a number, got {getattr(hf, name)!r}", name)
+
+
+def _ernie4_5_moe(hf: Any) -> MoeConfig | None:
+    _check_counts(
+        *(hf, "moe_num_experts", "moe_k", "moe_num_shared_experts"),
+        *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+    )
+    first, last, step = hf.moe_layer_start_index, hf.moe_layer_end_index, hf.moe_layer_interval
+    if step < 1:
+        message = f"moe_layer_interval must be positive, got {step}"
+        raise ConfigError(message, "moe_layer_interval")
+    if hf.moe_num_shared_experts < 0:
+        message = f"moe_num_shared_experts can't be {hf.moe_num_shared_experts}"
+        raise ConfigError(message, "moe_num_shared_experts")
+    layers = tuple(first <= i <= last and (i + 1) % step == 0 for i in range(hf.num_hidden_layers))
+    if not any(layers):
+        return None
+    return MoeConfig(
+        num_experts=hf.moe_num_experts,
+        top_k=hf.moe_k,
+        intermediate_size=hf.moe_intermediate_size,
+        normalize=True,
+        round_weights=False,
+        layers=layers,
+        shared_size=hf.moe_intermediate_size * hf.moe_num_shared_experts,
+        shared_gated=False,
+        exact_router=True,
+        correction="moe_statics.e_score_correction_bias",
+        correction_dims=2,
+        least_sum=1e-12,
     )
 
 
@@ -446,6 +491,13 @@ FAMILIES: dict[str, Family] = {
         qk_norm_if="use_qk_norm",
         partial_rotary=True,
         moe=_glm4_moe,
+    ),
+    "Dots1ForCausalLM": _biased("dots1", one_window_by_type, qk_norm="head", moe=_glm4_moe),
+    "SolarOpenForCausalLM": Family(
+        "solar_open", _no_windows, attention_bias="attention_bias", moe=_routed
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        "ernie4_5_moe", _no_windows, interleaved_rope=True, moe=_ernie4_5_moe
     ),
     "Cohere2ForCausalLM": _biased(
         "cohere2",

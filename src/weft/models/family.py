@@ -78,6 +78,8 @@ class MoeConfig:
     correction: str = ""
     """What the MLP calls a float32 tensor that is added to the experts' weights for the choice
     alone; "": there is none."""
+    correction_dims: int = 1
+    """How many dimensions that tensor has, of which all but the last are 1."""
     least_sum: float = 0.0
     """What is added to the sum that weights are divided by for a sum of 1."""
     scale: float = 1.0

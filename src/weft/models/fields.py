@@ -53,6 +53,12 @@ READ = frozenset(
         "mlp_only_layers",
         "model_type",
         "moe_intermediate_size",
+        "moe_k",
+        "moe_layer_end_index",
+        "moe_layer_interval",
+        "moe_layer_start_index",
+        "moe_num_experts",
+        "moe_num_shared_experts",
         "n_group",
         "n_routed_experts",
         "n_shared_experts",
@@ -151,7 +157,8 @@ COMPUTED = {
     "output_gate_type": "swish",
     # Qwen 3 VL MoE
     "norm_topk_prob": True,
-    # MiniMax M2
+    # MiniMax M2, dots.llm1
+    "topk_method": "noaux_tc",
     "qk_norm_type": "per_layer",
     "scoring_func": "sigmoid",
     "use_routing_bias": True,
