@@ -28,6 +28,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -358,6 +359,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **GRANITE4 | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
         mamba_d_state=12,
         residual_multiplier=0.5,
+    ),
+    "granite-moe": GraniteMoeConfig(
+        **SIZES, **NO_PAD, num_local_experts=5, num_experts_per_tok=2, attention_bias=True
     ),
     "granite4-experts": GraniteMoeHybridConfig(
         **SIZES,
@@ -1223,6 +1227,7 @@ def test_layer_types_that_disagree_are_refused(
         ("granite4-hybrid", "mamba_d_state", 0),
         ("granite4-hybrid", "mamba_n_groups", 3),
         ("granite4", "num_local_experts", None),
+        ("granite-moe", "num_local_experts", 0),
         ("granite4-experts", "num_experts_per_tok", 6),
         ("granite4", "shared_intermediate_size", 0),
         ("granite4", "attention_multiplier", None),

@@ -38,6 +38,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -136,6 +137,16 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         residual_multiplier=0.22,
         attention_multiplier=0.25,
         logits_scaling=2.0,
+    ),
+    "granite-moe": GraniteMoeConfig(
+        **SIZES | {"intermediate_size": 20},
+        pad_token_id=None,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        residual_multiplier=0.22,
+        attention_multiplier=0.25,
+        logits_scaling=2.0,
+        embedding_multiplier=3.0,
     ),
     "granite4": GraniteMoeHybridConfig(
         **SIZES,
@@ -314,9 +325,9 @@ BIASED = ("qwen2", "qwen2-moe", "glm4", "seed-oss")
 MIXTURES = (
     *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
     *("granite4", "gpt-oss", "mixtral", "minimax-m2", "dots1", "solar-open"),
-    "ernie4.5-moe",
+    *("ernie4.5-moe", "granite-moe"),
 )
-ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral", "minimax-m2", "solar-open")
+ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral", "minimax-m2", "solar-open", "granite-moe")
 """The families whose layers have no MLP but experts. peft takes the names of the projections of
 Solar Open's shared experts for those of the others, and can't give these a rank of their own."""
 CONVERTED = (
@@ -426,14 +437,15 @@ SHARED_MLP = (
     (r"(?<!experts\.)\bdown_proj", "output_linear"),
     (r"\bmlp\b", "shared_mlp"),
 )
+SPARSE = (
+    (r"\bmlp\.gate\b", "block_sparse_moe.router"),
+    (r"\bmlp\.experts\b", "block_sparse_moe.experts"),
+)
 FUSED = {
     "phi3": (QKV, GATE_UP),
     "glm4": (GATE_UP,),
-    "granite4": (
-        (r"\bmlp\.gate\b", "block_sparse_moe.router"),
-        (r"\bmlp\.experts\b", "block_sparse_moe.experts"),
-        *SHARED_MLP,
-    ),
+    "granite-moe": SPARSE,
+    "granite4": (*SPARSE, *SHARED_MLP),
     "gpt-oss": (ROUTER,),
     "gemma4-moe": OF_LAYER,
 }

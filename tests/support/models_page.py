@@ -154,6 +154,7 @@ ROWS = [
     Row("EXAONE 4", "exaone4", ("Exaone4",), tools="`hermes`", reasoning=THINK),
     Row("OLMoE", "olmoe", ("Olmoe",), limits="no tools; no `clip_qkv`"),
     Row("Granite 3", "granite", ("Granite",), tools="`granite`"),
+    Row("Granite 3 MoE", "granite-moe", ("GraniteMoe",), tools="`granite`"),
     Row(
         "Granite 4",
         "granite4",

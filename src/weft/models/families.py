@@ -9,14 +9,8 @@ from functools import partial
 from typing import Any
 
 from weft.core.errors import ConfigError
-from weft.models.family import (
-    FUSED_MLP_NAMES,
-    Family,
-    LinearConfig,
-    MoeConfig,
-    RopeParameters,
-    Scales,
-)
+from weft.models import mixtures
+from weft.models.family import FUSED_MLP_NAMES, Family, LinearConfig, RopeParameters, Scales
 from weft.models.gemma4_config import GEMMA4, gemma_scales
 from weft.models.layer_types import attention_types, layer_types, one_window_by_type, rope_by_type
 
@@ -84,32 +78,6 @@ def _granite_scales(hf: Any) -> Scales:
         residual=float(hf.residual_multiplier),
         attention=float(hf.attention_multiplier),
         logits=float(hf.logits_scaling),
-    )
-
-
-def _granite4_moe(hf: Any) -> MoeConfig | None:
-    if hf.num_local_experts == 0:
-        return None
-    if hf.num_local_experts is None:
-        message = "num_local_experts must be a number, which is 0 for a dense model, got null"
-        raise ConfigError(message, "num_local_experts")
-    return MoeConfig(
-        num_experts=hf.num_local_experts,
-        top_k=hf.num_experts_per_tok,
-        intermediate_size=hf.intermediate_size,
-        normalize=False,
-        round_weights=True,
-        layers=(True,) * int(hf.num_hidden_layers),
-        router="router",
-        weights_of_chosen=True,
-        place="block_sparse_moe.",
-        stacked=True,
-        stored_names=(
-            ("router", "router.layer"),
-            ("experts.gate_up_proj", "input_linear.weight"),
-            ("experts.down_proj", "output_linear.weight"),
-        ),
-        beside_mlp=True,
     )
 
 
@@ -182,146 +150,6 @@ def _layer_windows(hf: Any) -> tuple[int | None, ...]:
     return tuple(of_type[t] for t in types)
 
 
-def _qwen3_moe(hf: Any) -> MoeConfig | None:
-    step = hf.decoder_sparse_step
-    if step < 1:
-        message = f"decoder_sparse_step must be positive, got {step}"
-        raise ConfigError(message, "decoder_sparse_step")
-    _check_counts(hf, "num_experts")
-    layers = tuple(
-        i not in hf.mlp_only_layers and hf.num_experts > 0 and (i + 1) % step == 0
-        for i in range(hf.num_hidden_layers)
-    )
-    if not any(layers):
-        return None
-    return MoeConfig(
-        num_experts=hf.num_experts,
-        top_k=hf.num_experts_per_tok,
-        intermediate_size=hf.moe_intermediate_size,
-        normalize=bool(getattr(hf, "norm_topk_prob", True)),
-        round_weights=True,
-        layers=layers,
-    )
-
-
-def _qwen3_vl_moe(hf: Any) -> MoeConfig | None:
-    moe = _qwen3_moe(hf)
-    return moe and replace(moe, normalize=True)
-
-
-def _qwen3_next_moe(hf: Any) -> MoeConfig | None:
-    moe = _qwen3_moe(hf)
-    return moe and replace(moe, shared_size=hf.shared_expert_intermediate_size)
-
-
-def _qwen3_5_moe(hf: Any) -> MoeConfig:
-    return MoeConfig(
-        num_experts=hf.num_experts,
-        top_k=hf.num_experts_per_tok,
-        intermediate_size=hf.moe_intermediate_size,
-        normalize=True,
-        round_weights=True,
-        layers=(True,) * int(hf.num_hidden_layers),
-        shared_size=hf.shared_expert_intermediate_size,
-    )
-
-
-def _glm4_moe(hf: Any) -> MoeConfig | None:
-    return _routed(hf, hf.first_k_dense_replace)
-
-
-def _routed(hf: Any, num_dense: int = 0) -> MoeConfig | None:
-    """Experts in all layers but the first `num_dense`, chosen by corrected sigmoids."""
-    layers = tuple(i >= num_dense for i in range(hf.num_hidden_layers))
-    if not any(layers):
-        return None
-    _check_counts(
-        *(hf, "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
-        *("n_group", "topk_group"),
-    )
-    return MoeConfig(
-        num_experts=hf.n_routed_experts,
-        top_k=hf.num_experts_per_tok,
-        intermediate_size=hf.moe_intermediate_size,
-        normalize=bool(hf.norm_topk_prob),
-        round_weights=False,
-        layers=layers,
-        shared_size=hf.moe_intermediate_size * hf.n_shared_experts,
-        shared_gated=False,
-        exact_router=True,
-        sigmoid=True,
-        groups=(hf.n_group, hf.topk_group),
-        correction="gate.e_score_correction_bias",
-        least_sum=1e-20,
-        scale=float(hf.routed_scaling_factor),
-    )
-
-
-def _check_counts(hf: Any, *names: str) -> None:
-    for name in names:
-        if type(getattr(hf, name)) is not int:
-            raise ConfigError(f"{name} must be a number, got {getattr(hf, name)!r}", name)
-
-
-def _ernie4_5_moe(hf: Any) -> MoeConfig | None:
-    _check_counts(
-        *(hf, "moe_num_experts", "moe_k", "moe_num_shared_experts"),
-        *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
-    )
-    first, last, step = hf.moe_layer_start_index, hf.moe_layer_end_index, hf.moe_layer_interval
-    if step < 1:
-        message = f"moe_layer_interval must be positive, got {step}"
-        raise ConfigError(message, "moe_layer_interval")
-    if hf.moe_num_shared_experts < 0:
-        message = f"moe_num_shared_experts can't be {hf.moe_num_shared_experts}"
-        raise ConfigError(message, "moe_num_shared_experts")
-    layers = tuple(first <= i <= last and (i + 1) % step == 0 for i in range(hf.num_hidden_layers))
-    if not any(layers):
-        return None
-    return MoeConfig(
-        num_experts=hf.moe_num_experts,
-        top_k=hf.moe_k,
-        intermediate_size=hf.moe_intermediate_size,
-        normalize=True,
-        round_weights=False,
-        layers=layers,
-        shared_size=hf.moe_intermediate_size * hf.moe_num_shared_experts,
-        shared_gated=False,
-        exact_router=True,
-        correction="moe_statics.e_score_correction_bias",
-        correction_dims=2,
-        least_sum=1e-12,
-    )
-
-
-def _olmoe(hf: Any) -> MoeConfig:
-    return MoeConfig(
-        num_experts=hf.num_experts,
-        top_k=hf.num_experts_per_tok,
-        intermediate_size=hf.intermediate_size,
-        normalize=bool(hf.norm_topk_prob),
-        round_weights=True,
-        layers=(True,) * int(hf.num_hidden_layers),
-    )
-
-
-def _mixtral(hf: Any) -> MoeConfig:
-    return MoeConfig(
-        num_experts=hf.num_local_experts,
-        top_k=hf.num_experts_per_tok,
-        intermediate_size=hf.intermediate_size,
-        normalize=True,
-        round_weights=False,
-        layers=(True,) * int(hf.num_hidden_layers),
-        names=("block_sparse_moe", "w1", "w3", "w2"),
-    )
-
-
-def _minimax_m2(hf: Any) -> MoeConfig:
-    correction = "e_score_correction_bias"
-    return replace(_mixtral(hf), sigmoid=True, correction=correction)
-
-
 def _rope_in_windows(hf: Any) -> tuple[RopeParameters | None, ...]:
     """The rope of each layer; None for layers that see all positions, which don't rotate them."""
     windows = (kind == "sliding_attention" for kind in attention_types(hf))
@@ -338,26 +166,6 @@ def _cohere_scales(hf: Any) -> Scales:
     if not hf.logit_scale:
         raise ConfigError(f"logit_scale must not be {hf.logit_scale}", "logit_scale")
     return Scales(logits=1 / hf.logit_scale)
-
-
-def _swiglu(hf: Any) -> tuple[float, float]:
-    """alpha and limit of the activation, which are no fields in older releases of transformers."""
-    return float(getattr(hf, "swiglu_alpha", 1.702)), float(getattr(hf, "swiglu_limit", 7.0))
-
-
-def _gpt_oss(hf: Any) -> MoeConfig:
-    return MoeConfig(
-        num_experts=hf.num_local_experts,
-        top_k=hf.num_experts_per_tok,
-        intermediate_size=hf.intermediate_size,
-        normalize=False,
-        round_weights=True,
-        layers=(True,) * int(hf.num_hidden_layers),
-        router="router",
-        weights_of_chosen=True,
-        biased=True,
-        clamped_swiglu=_swiglu(hf),
-    )
 
 
 _biased = partial(Family, attention_bias="attention_bias", attention_out_bias="attention_bias")
@@ -401,8 +209,10 @@ _QWEN3_5 = _biased(
     norm_offset=1.0,
     mtp_head=True,
 )
-_QWEN3_5_MOE = replace(_QWEN3_5, model_type="qwen3_5_moe_text", moe=_qwen3_5_moe)
-_QWEN3_NEXT = replace(_QWEN3_5, model_type="qwen3_next", moe=_qwen3_next_moe, linear=_qwen3_next)
+_QWEN3_5_MOE = replace(_QWEN3_5, model_type="qwen3_5_moe_text", moe=mixtures.qwen3_5_moe)
+_QWEN3_NEXT = replace(
+    _QWEN3_5, model_type="qwen3_next", moe=mixtures.qwen3_next_moe, linear=_qwen3_next
+)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": _biased("llama", _no_windows, mlp_bias="mlp_bias"),
@@ -421,17 +231,19 @@ FAMILIES: dict[str, Family] = {
         _QWEN2, model_type="qwen2_5_vl_text", text_of="qwen2_5_vl"
     ),
     "Qwen2MoeForCausalLM": Family(
-        "qwen2_moe", _layer_windows, attention_bias="qkv_bias", moe=_qwen3_next_moe
+        "qwen2_moe", _layer_windows, attention_bias="qkv_bias", moe=mixtures.qwen3_next_moe
     ),
     "Qwen3ForCausalLM": _biased("qwen3", _layer_windows, qk_norm="head"),
-    "Qwen3MoeForCausalLM": _biased("qwen3_moe", _one_window, qk_norm="head", moe=_qwen3_moe),
+    "Qwen3MoeForCausalLM": _biased(
+        "qwen3_moe", _one_window, qk_norm="head", moe=mixtures.qwen3_moe
+    ),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": replace(
-        _QWEN3_VL, model_type="qwen3_vl_moe_text", text_of="qwen3_vl_moe", moe=_qwen3_vl_moe
+        _QWEN3_VL, model_type="qwen3_vl_moe_text", text_of="qwen3_vl_moe", moe=mixtures.qwen3_vl_moe
     ),
-    "MixtralForCausalLM": Family("mixtral", _one_window, moe=_mixtral),
+    "MixtralForCausalLM": Family("mixtral", _one_window, moe=mixtures.mixtral),
     "MiniMaxM2ForCausalLM": Family(
-        "minimax_m2", _no_windows, qk_norm="width", partial_rotary=True, moe=_minimax_m2
+        "minimax_m2", _no_windows, qk_norm="width", partial_rotary=True, moe=mixtures.minimax_m2
     ),
     "Phi3ForCausalLM": Family(
         "phi3", _one_window, fused_qkv=True, mlp_names=FUSED_MLP_NAMES, partial_rotary=True
@@ -443,12 +255,15 @@ FAMILIES: dict[str, Family] = {
     "Exaone4ForCausalLM": Family(
         "exaone4", one_window_by_type, qk_norm="head", blocks="post", ropes=_exaone4_ropes
     ),
-    "OlmoeForCausalLM": _biased("olmoe", _no_windows, qk_norm="width", moe=_olmoe),
+    "OlmoeForCausalLM": _biased("olmoe", _no_windows, qk_norm="width", moe=mixtures.olmoe),
     "SmolLM3ForCausalLM": _biased(
         "smollm3", one_window_by_type, mlp_bias="mlp_bias", ropes=_rope_or_none
     ),
     "GraniteForCausalLM": _biased(
         "granite", _no_windows, mlp_bias="mlp_bias", scales=_granite_scales
+    ),
+    "GraniteMoeForCausalLM": _biased(
+        "granitemoe", _no_windows, scales=_granite_scales, moe=mixtures.granite_moe
     ),
     "GraniteMoeHybridForCausalLM": _biased(
         "granitemoehybrid",
@@ -457,7 +272,7 @@ FAMILIES: dict[str, Family] = {
         mlp_width="shared_intermediate_size",
         ropes=_granite4_ropes,
         linear=_granite4_mamba,
-        moe=_granite4_moe,
+        moe=mixtures.granite4_moe,
         scales=_granite_scales,
     ),
     "GlmForCausalLM": Family(
@@ -490,14 +305,14 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         qk_norm_if="use_qk_norm",
         partial_rotary=True,
-        moe=_glm4_moe,
+        moe=mixtures.glm4_moe,
     ),
-    "Dots1ForCausalLM": _biased("dots1", one_window_by_type, qk_norm="head", moe=_glm4_moe),
+    "Dots1ForCausalLM": _biased("dots1", one_window_by_type, qk_norm="head", moe=mixtures.glm4_moe),
     "SolarOpenForCausalLM": Family(
-        "solar_open", _no_windows, attention_bias="attention_bias", moe=_routed
+        "solar_open", _no_windows, attention_bias="attention_bias", moe=mixtures.routed
     ),
     "Ernie4_5_MoeForCausalLM": Family(
-        "ernie4_5_moe", _no_windows, interleaved_rope=True, moe=_ernie4_5_moe
+        "ernie4_5_moe", _no_windows, interleaved_rope=True, moe=mixtures.ernie4_5_moe
     ),
     "Cohere2ForCausalLM": _biased(
         "cohere2",
@@ -510,7 +325,7 @@ FAMILIES: dict[str, Family] = {
         norm_eps="layer_norm_eps",
     ),
     "GptOssForCausalLM": _biased(
-        "gpt_oss", one_window_by_type, moe=_gpt_oss, sinks=True, mxfp4=True
+        "gpt_oss", one_window_by_type, moe=mixtures.gpt_oss, sinks=True, mxfp4=True
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": replace(_QWEN3_5, text_of="qwen3_5"),

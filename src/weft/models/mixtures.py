@@ -1,0 +1,147 @@
+"""Reads the mixtures of experts of families from their configurations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from weft.core.errors import ConfigError
+from weft.models.family import MoeConfig
+
+
+def _mixture(hf: Any, num_experts: int, width: int, normalize: object, **more: Any) -> MoeConfig:
+    """By default all layers have experts, and weights are rounded."""
+    every: dict[str, Any] = {"layers": (True,) * int(hf.num_hidden_layers), "round_weights": True}
+    top_k = hf.num_experts_per_tok
+    return MoeConfig(num_experts, top_k, width, bool(normalize), **every | more)
+
+
+def _check_counts(hf: Any, least: int, *names: str) -> None:
+    for name in names:
+        found = getattr(hf, name)
+        if type(found) is not int or found < least:
+            message = f"{name} must be a number from {least} on, got {found!r}"
+            raise ConfigError(message, name)
+
+
+def qwen3_moe(hf: Any) -> MoeConfig | None:
+    _check_counts(hf, 1, "decoder_sparse_step")
+    _check_counts(hf, 0, "num_experts")
+    step = hf.decoder_sparse_step
+    layers = tuple(
+        i not in hf.mlp_only_layers and hf.num_experts > 0 and (i + 1) % step == 0
+        for i in range(hf.num_hidden_layers)
+    )
+    if not any(layers):
+        return None
+    normalize = getattr(hf, "norm_topk_prob", True)
+    return _mixture(hf, hf.num_experts, hf.moe_intermediate_size, normalize, layers=layers)
+
+
+def qwen3_vl_moe(hf: Any) -> MoeConfig | None:
+    moe = qwen3_moe(hf)
+    return moe and replace(moe, normalize=True)
+
+
+def qwen3_next_moe(hf: Any) -> MoeConfig | None:
+    moe = qwen3_moe(hf)
+    return moe and replace(moe, shared_size=hf.shared_expert_intermediate_size)
+
+
+def qwen3_5_moe(hf: Any) -> MoeConfig:
+    shared = hf.shared_expert_intermediate_size
+    return _mixture(hf, hf.num_experts, hf.moe_intermediate_size, True, shared_size=shared)
+
+
+def glm4_moe(hf: Any) -> MoeConfig | None:
+    return routed(hf, hf.first_k_dense_replace)
+
+
+def routed(hf: Any, num_dense: int = 0) -> MoeConfig | None:
+    """Experts in all layers but the first `num_dense`, chosen by corrected sigmoids."""
+    layers = tuple(i >= num_dense for i in range(hf.num_hidden_layers))
+    if not any(layers):
+        return None
+    counts = "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group"
+    _check_counts(hf, 1, *counts)
+    return _mixture(
+        *(hf, hf.n_routed_experts, hf.moe_intermediate_size, hf.norm_topk_prob),
+        round_weights=False,
+        layers=layers,
+        shared_size=hf.moe_intermediate_size * hf.n_shared_experts,
+        shared_gated=False,
+        exact_router=True,
+        sigmoid=True,
+        groups=(hf.n_group, hf.topk_group),
+        correction="gate.e_score_correction_bias",
+        least_sum=1e-20,
+        scale=float(hf.routed_scaling_factor),
+    )
+
+
+def ernie4_5_moe(hf: Any) -> MoeConfig | None:
+    _check_counts(hf, 1, "moe_num_experts", "moe_k", "moe_layer_interval")
+    _check_counts(hf, 0, "moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index")
+    first, last, step = hf.moe_layer_start_index, hf.moe_layer_end_index, hf.moe_layer_interval
+    layers = tuple(first <= i <= last and (i + 1) % step == 0 for i in range(hf.num_hidden_layers))
+    if not any(layers):
+        return None
+    return _mixture(
+        *(hf, hf.moe_num_experts, hf.moe_intermediate_size, True),
+        round_weights=False,
+        layers=layers,
+        shared_size=hf.moe_intermediate_size * hf.moe_num_shared_experts,
+        shared_gated=False,
+        exact_router=True,
+        correction="moe_statics.e_score_correction_bias",
+        correction_dims=2,
+        least_sum=1e-12,
+    )
+
+
+def olmoe(hf: Any) -> MoeConfig:
+    return _mixture(hf, hf.num_experts, hf.intermediate_size, hf.norm_topk_prob)
+
+
+def mixtral(hf: Any) -> MoeConfig:
+    names = "block_sparse_moe", "w1", "w3", "w2"
+    width = hf.intermediate_size
+    return _mixture(hf, hf.num_local_experts, width, True, round_weights=False, names=names)
+
+
+def minimax_m2(hf: Any) -> MoeConfig:
+    return replace(mixtral(hf), sigmoid=True, correction="e_score_correction_bias")
+
+
+def granite_moe(hf: Any) -> MoeConfig:
+    _check_counts(hf, 1, "num_local_experts", "num_experts_per_tok")
+    return _mixture(
+        *(hf, hf.num_local_experts, hf.intermediate_size, False),
+        router="router",
+        weights_of_chosen=True,
+        place="block_sparse_moe.",
+        stacked=True,
+        stored_names=(
+            ("router", "router.layer"),
+            ("experts.gate_up_proj", "input_linear.weight"),
+            ("experts.down_proj", "output_linear.weight"),
+        ),
+    )
+
+
+def granite4_moe(hf: Any) -> MoeConfig | None:
+    if hf.num_local_experts == 0:
+        return None
+    return replace(granite_moe(hf), beside_mlp=True)
+
+
+def gpt_oss(hf: Any) -> MoeConfig:
+    # alpha and limit of the activation, which are no fields in older releases of transformers
+    swiglu = getattr(hf, "swiglu_alpha", 1.702), getattr(hf, "swiglu_limit", 7.0)
+    return _mixture(
+        *(hf, hf.num_local_experts, hf.intermediate_size, False),
+        router="router",
+        weights_of_chosen=True,
+        biased=True,
+        clamped_swiglu=(float(swiglu[0]), float(swiglu[1])),
+    )
