@@ -16,8 +16,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
+    CwmConfig,
     Dots1Config,
     Ernie4_5_MoeConfig,
+    Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -305,6 +307,20 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         num_experts_per_tok=3,
         norm_topk_prob=True,
         attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "ernie4.5": Ernie4_5Config(**SIZES, head_dim=12),
+    "ernie4.5-untied-bias": Ernie4_5Config(
+        **SIZES, **YARN, head_dim=8, use_bias=True, tie_word_embeddings=False
+    ),
+    "cwm": CwmConfig(**SIZES | {"num_hidden_layers": 5}, **LLAMA3, head_dim=12, sliding_window=6),
+    "cwm-tied-bias": CwmConfig(
+        **SIZES,
+        **rope("default"),
+        head_dim=8,
+        sliding_window=50,
+        layer_types=["sliding_attention"] * 3,
+        mlp_bias=True,
         tie_word_embeddings=True,
     ),
     "exaone4": Exaone4Config(**SIZES | {"num_hidden_layers": 4}, **NO_PAD, sliding_window=6),
@@ -708,6 +724,8 @@ AGAIN = {
     "cohere2-untied-bias",
     "gemma-untied-bias",
     "gemma2-untied-bias",
+    "ernie4.5-untied-bias",
+    "cwm-tied-bias",
 }
 """Configurations whose features others have too, in other families."""
 

@@ -27,8 +27,10 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    CwmConfig,
     Dots1Config,
     Ernie4_5_MoeConfig,
+    Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -126,6 +128,14 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     ),
     "olmo2": Olmo2Config(**SIZES, pad_token_id=None, tie_word_embeddings=False),
     "olmo3": Olmo3Config(**SIZES, pad_token_id=None, sliding_window=24, layer_types=WINDOW_AND_ALL),
+    "ernie4.5": Ernie4_5Config(**SIZES, pad_token_id=None, head_dim=16, use_bias=True),
+    "cwm": CwmConfig(
+        **SIZES | {"bos_token_id": 1, "eos_token_id": []},
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        head_dim=16,
+        sliding_window=24,
+        layer_types=WINDOW_AND_ALL,
+    ),
     "exaone4": Exaone4Config(
         **SIZES, pad_token_id=None, sliding_window=24, layer_types=WINDOW_AND_ALL
     ),
@@ -321,7 +331,7 @@ LINEAR = {
     "qwen3-next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
 }
 """Families with linear attention, and what they have beside the projections of others."""
-BIASED = ("qwen2", "qwen2-moe", "glm4", "seed-oss")
+BIASED = ("qwen2", "qwen2-moe", "glm4", "seed-oss", "ernie4.5")
 MIXTURES = (
     *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
     *("granite4", "gpt-oss", "mixtral", "minimax-m2", "dots1", "solar-open"),
@@ -348,13 +358,14 @@ UNTIED = (
         "glm4",
         "seed-oss",
         "exaone4",
+        "cwm",
         "qwen3.5",
     ),
     *MIXTURES,
 )
 NEWER = (
     *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
-    *("cohere2", "seed-oss", "exaone4", "qwen3.5"),
+    *("cohere2", "seed-oss", "exaone4", "ernie4.5", "cwm", "qwen3.5"),
 )
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;

@@ -252,6 +252,15 @@ FAMILIES: dict[str, Family] = {
     "Olmo3ForCausalLM": _biased(
         "olmo3", one_window_by_type, qk_norm="width", blocks="post", ropes=rope_by_type
     ),
+    "Ernie4_5ForCausalLM": Family(
+        "ernie4_5",
+        _no_windows,
+        attention_bias="use_bias",
+        attention_out_bias="use_bias",
+        mlp_bias="use_bias",
+        interleaved_rope=True,
+    ),
+    "CwmForCausalLM": Family("cwm", one_window_by_type, mlp_bias="mlp_bias"),
     "Exaone4ForCausalLM": Family(
         "exaone4", one_window_by_type, qk_norm="head", blocks="post", ropes=_exaone4_ropes
     ),

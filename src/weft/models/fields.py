@@ -92,6 +92,7 @@ READ = frozenset(
         "tie_word_embeddings",
         "top_k_experts",
         "topk_group",
+        "use_bias",
         "use_bidirectional_attention",
         "use_double_wide_mlp",
         "use_qk_norm",
