@@ -32,6 +32,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteSWAConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -355,6 +356,24 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "granite-tied-bias": GraniteConfig(
         **SIZES, **NO_PAD, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "granite-swa": GraniteSWAConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **YARN,
+        sliding_window=6,
+        layer_rope_theta=[0, 1000.0, 50.0, 0],
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.25,
+        logits_scaling=8.0,
+    ),
+    "granite-swa-untied-bias": GraniteSWAConfig(
+        **SIZES,
+        layer_types=["sliding_attention"] * 3,
+        attention_multiplier=0.5,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
     ),
     "granite4": GraniteMoeHybridConfig(
         **SIZES,
@@ -726,6 +745,7 @@ AGAIN = {
     "gemma2-untied-bias",
     "ernie4.5-untied-bias",
     "cwm-tied-bias",
+    "granite-swa-untied-bias",
 }
 """Configurations whose features others have too, in other families."""
 
@@ -1239,6 +1259,7 @@ def test_layer_types_that_disagree_are_refused(
         ("gemma4", "rope_parameters", {}),
         ("granite", "residual_multiplier", math.inf),
         ("granite", "logits_scaling", 0.0),
+        ("granite-swa", "layer_rope_theta", [1.0]),
         ("granite4", "layer_types", ["attention", "mamba", "moe"]),
         ("granite4-hybrid", "layer_types", ["mamba"] * 3),
         ("granite4-hybrid", "time_step_limit", [0.0, 0.1]),

@@ -42,6 +42,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteSWAConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -157,6 +158,16 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         attention_multiplier=0.25,
         logits_scaling=2.0,
         embedding_multiplier=3.0,
+    ),
+    "granite-swa": GraniteSWAConfig(
+        **SIZES,
+        sliding_window=24,
+        layer_types=WINDOW_AND_ALL,
+        layer_rope_theta=[1e4, 0],
+        embedding_multiplier=3.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.25,
+        logits_scaling=2.0,
     ),
     "granite4": GraniteMoeHybridConfig(
         **SIZES,
@@ -365,7 +376,7 @@ UNTIED = (
 )
 NEWER = (
     *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
-    *("cohere2", "seed-oss", "exaone4", "ernie4.5", "cwm", "qwen3.5"),
+    *("cohere2", "seed-oss", "exaone4", "ernie4.5", "cwm", "granite-swa", "qwen3.5"),
 )
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;

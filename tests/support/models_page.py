@@ -156,6 +156,7 @@ ROWS = [
     Row("CWM", "cwm", ("Cwm",), reasoning=THINK, limits="no tools"),
     Row("OLMoE", "olmoe", ("Olmoe",), limits="no tools; no `clip_qkv`"),
     Row("Granite 3", "granite", ("Granite",), tools="`granite`"),
+    Row("Granite SWA", "granite-swa", ("GraniteSWA",), limits="no tools"),
     Row("Granite 3 MoE", "granite-moe", ("GraniteMoe",), tools="`granite`"),
     Row(
         "Granite 4",

@@ -81,6 +81,15 @@ def _granite_scales(hf: Any) -> Scales:
     )
 
 
+def _granite_swa_ropes(hf: Any) -> tuple[RopeParameters | None, ...]:
+    thetas, num = hf.layer_rope_theta, hf.num_hidden_layers
+    if len(thetas) != num:
+        message = f"layer_rope_theta must be {num} numbers, one for each layer, got {len(thetas)}"
+        raise ConfigError(message, "layer_rope_theta")
+    ropes = ({**hf.rope_parameters, "rope_theta": theta} if theta else None for theta in thetas)
+    return tuple(ropes)
+
+
 def _granite4_mamba(hf: Any) -> LinearConfig | None:
     layers = _linear_layers(hf)
     if layers is None:
@@ -273,6 +282,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "GraniteMoeForCausalLM": _biased(
         "granitemoe", _no_windows, scales=_granite_scales, moe=mixtures.granite_moe
+    ),
+    "GraniteSWAForCausalLM": _biased(
+        "granite_swa",
+        one_window_by_type,
+        mlp_bias="mlp_bias",
+        ropes=_granite_swa_ropes,
+        scales=_granite_scales,
+        sinks=True,
     ),
     "GraniteMoeHybridForCausalLM": _biased(
         "granitemoehybrid",

@@ -33,6 +33,7 @@ READ = frozenset(
         "hidden_size_per_layer_input",
         "intermediate_size",
         "layer_norm_eps",
+        "layer_rope_theta",
         "layer_types",
         "linear_conv_kernel_dim",
         "linear_key_head_dim",
