@@ -33,6 +33,7 @@ from transformers import (
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
     GraniteSWAConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -323,6 +324,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         layer_types=["sliding_attention"] * 3,
         mlp_bias=True,
         tie_word_embeddings=True,
+    ),
+    "hunyuan": HunYuanDenseV1Config(
+        **SIZES, **rope("dynamic", alpha=50.0, factor=1.0), head_dim=12
+    ),
+    "hunyuan-tied-bias": HunYuanDenseV1Config(
+        **SIZES, **LLAMA3, head_dim=16, attention_bias=True, tie_word_embeddings=True
     ),
     "exaone4": Exaone4Config(**SIZES | {"num_hidden_layers": 4}, **NO_PAD, sliding_window=6),
     "exaone4-without-windows-tied": Exaone4Config(
@@ -1260,6 +1267,8 @@ def test_layer_types_that_disagree_are_refused(
         ("granite", "residual_multiplier", math.inf),
         ("granite", "logits_scaling", 0.0),
         ("granite-swa", "layer_rope_theta", [1.0]),
+        ("hunyuan", "rope_parameters", YARN["rope_parameters"]),
+        ("hunyuan", "rope_parameters", rope("dynamic", factor=2.0)["rope_parameters"]),
         ("granite4", "layer_types", ["attention", "mamba", "moe"]),
         ("granite4-hybrid", "layer_types", ["mamba"] * 3),
         ("granite4-hybrid", "time_step_limit", [0.0, 0.1]),

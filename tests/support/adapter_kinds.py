@@ -43,6 +43,7 @@ from transformers import (
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
     GraniteSWAConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -136,6 +137,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         head_dim=16,
         sliding_window=24,
         layer_types=WINDOW_AND_ALL,
+    ),
+    "hunyuan": HunYuanDenseV1Config(
+        **SIZES | {"eod_token_id": None, "pad_token_id": None}, head_dim=16
     ),
     "exaone4": Exaone4Config(
         **SIZES, pad_token_id=None, sliding_window=24, layer_types=WINDOW_AND_ALL
@@ -369,6 +373,7 @@ UNTIED = (
         "glm4",
         "seed-oss",
         "exaone4",
+        "hunyuan",
         "cwm",
         "qwen3.5",
     ),
@@ -376,7 +381,7 @@ UNTIED = (
 )
 NEWER = (
     *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
-    *("cohere2", "seed-oss", "exaone4", "ernie4.5", "cwm", "granite-swa", "qwen3.5"),
+    *("cohere2", "seed-oss", "exaone4", "hunyuan", "ernie4.5", "cwm", "granite-swa", "qwen3.5"),
 )
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;

@@ -31,7 +31,8 @@ NAMES = dict(
                 "SmolLM 3",
             ),
             *("Granite 3", "Gemma 1", "Gemma 2", "Gemma 3", "Gemma 4", "GLM 4"),
-            *("Cohere 2", "Seed-OSS", "EXAONE 4", "ERNIE 4.5", "CWM", "Granite SWA", "Qwen 3.5"),
+            *("Cohere 2", "Seed-OSS", "EXAONE 4", "Hunyuan", "ERNIE 4.5", "CWM"),
+            *("Granite SWA", "Qwen 3.5"),
             *("Qwen 3 MoE", "Qwen 3.5 MoE", "Qwen 3 Next", "Qwen 2 MoE", "OLMoE"),
             *("GLM 4 MoE", "Gemma 4 MoE"),
             *("Granite 4", "gpt-oss", "Mixtral", "MiniMax M2", "dots.llm1", "Solar Open"),
@@ -66,8 +67,8 @@ FAMILIES = """\
   only gate and up are.
 - In Qwen 3.5, its mixture and Qwen 3 Next, the kinds apply to linear attention too, and in Granite
   4 to Mamba layers.
-- `bias` applies to the biases that Qwen 2, its mixture, GLM 4, Seed-OSS and ERNIE 4.5 have. Those of
-  gpt-oss can't be replaced, because `peft` saves the biases of its experts with them.
+- `bias` applies to the biases that Qwen 2, its mixture, GLM 4, Seed-OSS and ERNIE 4.5 have. Those
+  of gpt-oss can't be replaced, because `peft` saves the biases of its experts with them.
 - (IA)³ of the head needs a head that is not tied to the embedding.
 """
 COLUMNS = """\

@@ -152,6 +152,13 @@ ROWS = [
     Row("OLMo 2", "olmo2", ("Olmo2",), limits="no tools"),
     Row("OLMo 3", "olmo3", ("Olmo3",), tools="`olmo3`", reasoning=THINK),
     Row("EXAONE 4", "exaone4", ("Exaone4",), tools="`hermes`", reasoning=THINK),
+    Row(
+        "Hunyuan dense",
+        "hunyuan",
+        ("HunYuanDenseV1",),
+        reasoning=THINK,
+        limits="no tools; no rope type that scales cos and sin",
+    ),
     Row("ERNIE 4.5 dense", "ernie4.5", ("Ernie4_5",), limits="no tools"),
     Row("CWM", "cwm", ("Cwm",), reasoning=THINK, limits="no tools"),
     Row("OLMoE", "olmoe", ("Olmoe",), limits="no tools; no `clip_qkv`"),

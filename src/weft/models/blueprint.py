@@ -15,7 +15,7 @@ from weft.core.errors import ConfigError
 from weft.core.shards import Shard
 from weft.core.targets import Axis, Packed, TargetTable, Vector, build_table
 from weft.models.config import ModelConfig, share_of
-from weft.models.family import MoeConfig
+from weft.models.family import QK_NORM_NAMES, MoeConfig
 
 EMBED, HEAD, LAST_NORM = "embed", "head", "model.norm"
 """Keys of the weights outside the layers, and the name of the last norm."""
@@ -233,16 +233,17 @@ def _named(prefix: str, *names: str) -> tuple[str, ...]:
 
 def _norms(config: ModelConfig) -> list[tuple[str, int]]:
     """(name, size) of each layer's norms, and of the last one."""
-    hidden, of_heads = config.hidden_size, config.qk_norm == "head"
+    hidden, of_heads = config.hidden_size, config.qk_norm != "width"
     found: list[tuple[str, int]] = []
     for i in range(config.num_layers):
         layer = f"model.layers.{i}."
         found += [(layer + name, hidden) for name in config.norm_names]
         if config.qk_norm is not None and not is_linear(config, i):
             shape = config.layer(i)
-            head, heads = shape.head_dim, {"q_norm": config.num_heads}
+            q_norm, k_norm = QK_NORM_NAMES[config.qk_norm]
+            head, heads = shape.head_dim, {q_norm: config.num_heads}
             if shape.cache == i:
-                heads["k_norm"] = shape.num_kv_heads
+                heads[k_norm] = shape.num_kv_heads
             found += [
                 (f"{layer}self_attn.{name}", head if of_heads else head * num)
                 for name, num in heads.items()

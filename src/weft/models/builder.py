@@ -12,8 +12,8 @@ from weft.kernels.delta import DeltaLayer
 from weft.kernels.ops import ClampedSwiglu, Ops
 from weft.models.blueprint import EXPERT_SCALES, experts_of, sinks_of
 from weft.models.config import ModelConfig
-from weft.models.family import LinearConfig, MoeConfig
-from weft.models.layers import HeadNorm, Linear, RowNorm, WidthNorm, with_offset
+from weft.models.family import QK_NORM_NAMES, LinearConfig, MoeConfig
+from weft.models.layers import HeadNorm, Linear, RotatedNorm, RowNorm, WidthNorm, with_offset
 from weft.models.linear_attention import GroupNorm, LinearAttention, columns_of
 from weft.models.moe import DenseMlp, Experts, SharedExpert, SparseMlp, check_width
 from weft.models.weights import Weights
@@ -63,18 +63,21 @@ class LayerBuilder:
         offset, centered = config.norm_offset, config.centered_norms
         return RowNorm(weight_I, config.norm_eps, index, self.ops, self.ranks, offset, centered)
 
-    def qk_norm(self, layer: int) -> HeadNorm | WidthNorm | None:
+    def qk_norm(self, layer: int) -> HeadNorm | WidthNorm | RotatedNorm | None:
         """The norms over q and k, if the model has them."""
         config, of = self.config, f"model.layers.{layer}.self_attn."
         if config.qk_norm is None:
             return None
-        q, shape = self.norm(of + "q_norm"), config.layer(layer)
+        q_norm, k_norm = QK_NORM_NAMES[config.qk_norm]
+        q, shape = self.norm(of + q_norm), config.layer(layer)
         q_HD = q.weight_I.expand(config.num_heads, -1)
         if shape.cache != layer:
             return HeadNorm(q_HD.contiguous(), config.num_heads, 0, q.index)
-        k, num_keys = self.norm(of + "k_norm"), shape.num_kv_heads
+        k, num_keys = self.norm(of + k_norm), shape.num_kv_heads
         if config.qk_norm == "width":
             return WidthNorm(q, k, self.ranks)
+        if config.qk_norm == "rotated":
+            return RotatedNorm(torch.ones_like(q_HD[:1]).repeat(len(q_HD) + num_keys, 1), q, k)
         weights = [q_HD, k.weight_I.expand(num_keys, -1)]
         if config.value_norm:
             weights.append(torch.ones_like(weights[1]))

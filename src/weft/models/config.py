@@ -55,7 +55,7 @@ class ModelConfig:
     attention_out_bias: bool
     mlp_bias: bool
     qk_norm: QkNorm | None
-    """Over what q and k are RMS-normed before rope: each head, or all heads; None: not at all."""
+    """Over what q and k are RMS-normed; None: not at all."""
     windows: tuple[int | None, ...]
     """Per layer: how many positions a token sees, its own included; None: all."""
     ropes: tuple[RopeConfig | None, ...]

@@ -21,7 +21,15 @@ from weft.models.blueprint import EMBED, HEAD, LAST_NORM, is_linear, sinks_of
 from weft.models.builder import LayerBuilder
 from weft.models.config import ModelConfig
 from weft.models.gemma4 import Gemma4Blocks
-from weft.models.layers import Embedding, Head, RowNorm, StepContext, WidthNorm, add_normed
+from weft.models.layers import (
+    Embedding,
+    Head,
+    RotatedNorm,
+    RowNorm,
+    StepContext,
+    WidthNorm,
+    add_normed,
+)
 from weft.models.linear_attention import allocate_states
 from weft.models.moe import is_capturable
 from weft.models.rope import RopeTable
@@ -270,6 +278,8 @@ class AttentionLayer:
         written = cache if self._writes else cache.without_heads()
         gates = self._gated_heads
         q_THD = ops.rope_and_write(qkv, rope, norm, self._eps, written, batch, gates)
+        if isinstance(self._qk_norm, RotatedNorm):
+            q_THD = self._qk_norm.weighted(q_THD, step)
         if rope.query_T11 is not None:
             q_THD = q_THD * rope.query_T11
         out_THD = ops.attend(

@@ -171,6 +171,19 @@ def _exaone4_ropes(hf: Any) -> tuple[RopeParameters | None, ...]:
     return _rope_in_windows(hf)
 
 
+def _hunyuan_ropes(hf: Any) -> tuple[RopeParameters | None, ...]:
+    rope, size = hf.rope_parameters, hf.head_dim or hf.hidden_size // hf.num_attention_heads
+    kind, theta, alpha = (rope.get(name) for name in ("rope_type", "rope_theta", "alpha"))
+    known = all(type(n) in (int, float) and 0 < n < 1e12 for n in (theta, alpha))
+    if kind == "dynamic" and known and size > 2:  # with alpha, it is the same in all contexts
+        stretched = theta * alpha ** (size / (size - 2))
+        rope = {"rope_type": "default", "rope_theta": stretched}
+    elif kind not in ("default", "linear", "llama3"):
+        message = f"rope type {kind!r} is not served for {hf.model_type}, where norms follow it"
+        raise ConfigError(message, "rope_parameters")
+    return (rope,) * int(hf.num_hidden_layers)
+
+
 def _cohere_scales(hf: Any) -> Scales:
     if not hf.logit_scale:
         raise ConfigError(f"logit_scale must not be {hf.logit_scale}", "logit_scale")
@@ -260,6 +273,9 @@ FAMILIES: dict[str, Family] = {
     "Olmo2ForCausalLM": _biased("olmo2", _no_windows, qk_norm="width", blocks="post"),
     "Olmo3ForCausalLM": _biased(
         "olmo3", one_window_by_type, qk_norm="width", blocks="post", ropes=rope_by_type
+    ),
+    "HunYuanDenseV1ForCausalLM": _biased(
+        "hunyuan_v1_dense", _no_windows, qk_norm="rotated", ropes=_hunyuan_ropes
     ),
     "Ernie4_5ForCausalLM": Family(
         "ernie4_5",

@@ -11,8 +11,9 @@ from weft.core.errors import ConfigError
 if TYPE_CHECKING:
     from weft.kernels.ops import Activation
 
-QkNorm = Literal["head", "width"]
-"""What the norm of q and k runs over. head: each head. width: all heads of a token."""
+QkNorm = Literal["head", "width", "rotated"]
+"""What the norm of q and k runs over. head: each head. width: all heads of a token. rotated: each
+head after rope, where the others are before it."""
 Blocks = Literal["pre", "post", "both", "parallel", "gemma4"]
 """Where attention and MLP have their norms. pre: `x += f(norm(x))`. post: `x += norm(f(x))`. both:
 `x += norm(f(norm(x)))`. parallel: attention and MLP have one norm together,
@@ -30,6 +31,12 @@ NORM_NAMES: dict[Blocks, tuple[str, ...]] = {
     "gemma4": (),
 }
 """What most families call these norms within a layer, in the order of their use."""
+QK_NORM_NAMES: dict[QkNorm, tuple[str, str]] = {
+    "head": ("q_norm", "k_norm"),
+    "width": ("q_norm", "k_norm"),
+    "rotated": ("query_layernorm", "key_layernorm"),
+}
+"""What the norms of q and k are called within attention."""
 MLP_NAMES = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 FUSED_MLP_NAMES = ("mlp.gate_up_proj", "mlp.down_proj")
 RopeParameters = Mapping[str, Any]

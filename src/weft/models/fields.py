@@ -114,6 +114,7 @@ WITHOUT_EFFECT = frozenset(
         "mamba_expand",
         # the tokenizer's or the request's part
         "bos_token_id",
+        "eod_token_id",
         "pad_token_id",
         # training
         "attention_dropout",

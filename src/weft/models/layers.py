@@ -154,6 +154,31 @@ class HeadNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class RotatedNorm:
+    """The norms over each head's q and k after rope. As a rotation keeps lengths, the operation of
+    rope norms q and k ahead of it, without weights. As a score is a sum of products of q and k, the
+    weights of both norms then multiply q."""
+
+    ones_ND: Tensor
+    """(H + K, D)"""
+    q: RowNorm
+    k: RowNorm
+
+    def __call__(self, num_rows: int, step: StepContext) -> Tensor:
+        return self.ones_ND
+
+    def weighted(self, q_THD: Tensor, step: StepContext) -> Tensor:
+        weight_TD = torch.ones_like(q_THD[:, 0], dtype=torch.float32)
+        for norm in (self.q, self.k):
+            own_TD = norm.weight_I.float().repeat(len(q_THD), 1)
+            if step.norms is not None:
+                for start, stop, own_D in step.norms.of(norm.index):
+                    own_TD[start:stop] = own_D
+            weight_TD *= own_TD
+        return (q_THD * weight_TD[:, None]).to(q_THD.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class WidthNorm:
     """The norms over the q of all heads together, and over their k, before rope. On several ranks,
     they are over the heads of all ranks."""
