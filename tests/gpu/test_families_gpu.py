@@ -44,6 +44,7 @@ class World:
         "gemma3",
         "glm4-moe",
         "gemma2",
+        "hunyuan",
         "granite4",
         "minimax-m2",
         "gpt-oss",
