@@ -522,7 +522,7 @@ def test_counts_are_of_json_and_not_of_texts(world: World) -> None:
     [
         ({"prompt": [[1] * 2000] * 40, "prompt_logprobs": 4, "max_tokens": 1}, "prompt_logprobs"),
         ({"prompt": [[1]] * 100, "n": 8, "logprobs": 5}, "logprobs"),
-        ({"prompt": [[1] * 2000] * 100, "echo": True, "logprobs": 1}, "prompt_logprobs"),
+        ({"prompt": [[1] * 2000] * 100, "echo": True, "logprobs": 1}, "logprobs"),
         ({"prompt": [[1]] * 1025}, "prompt"),
         ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ],

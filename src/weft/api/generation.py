@@ -146,10 +146,14 @@ def truncated(
 
 
 def check_logprobs(
-    service: Service, params: SamplingParams, prompts: Sequence[list[int]], num_choices: int
+    service: Service,
+    params: SamplingParams,
+    prompts: Sequence[list[int]],
+    num_choices: int,
+    asked_in: str = "prompt_logprobs",
 ) -> None:
     """Raises InvalidRequest if more log-probabilities are asked for than the settings allow in one
-    step, or for all prompts together."""
+    step, or for all prompts together; `asked_in`: the field that asks for those of prompts."""
     settings = service.settings
     if params.logprobs is not None:
         count = len(prompts) * num_choices * (params.logprobs + 1)
@@ -164,9 +168,9 @@ def check_logprobs(
         count = num_tokens * (params.prompt_logprobs + 1)
         if count > (most := settings.max_prompt_logprobs):
             raise InvalidRequest(
-                f"prompts, n and prompt_logprobs make {count} log-probabilities, and there may be"
-                f" {most}",
-                "prompt_logprobs",
+                f"prompts, n and {asked_in} make {count} log-probabilities for prompts, and there"
+                f" may be {most}",
+                asked_in,
             )
 
 

@@ -126,7 +126,8 @@ class _Completion:
         self._check_count(len(prompts) * self._num_choices)
         keep, num_answer = body.truncate_prompt_tokens, max(body.max_tokens or 1, 1)
         prompts = [truncated(self._service, keep, ids, num_answer) for ids in prompts]
-        check_logprobs(self._service, params, prompts, self._num_choices)
+        asked_in = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        check_logprobs(self._service, params, prompts, self._num_choices, asked_in)
         tenant = self._service.settings.tenant_of(self._pinned.name)
         return await self._service.intake.requests(
             self._head.request_id,
