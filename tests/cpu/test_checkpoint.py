@@ -438,7 +438,16 @@ TENSORS: list[tuple[str, Callable[[Tensors], object], str]] = [
     (f"{O0}.lora_B.bias", put(f"{O0}.lora_B.bias", HIDDEN), "PEFT would ignore"),
     (f"{P}model.norm.weight", put(f"{P}model.norm.weight", HIDDEN + 1), "(32,)"),
     (f"{P}model.norm.bias", put(f"{P}model.norm.bias", HIDDEN), "only the weight"),
-    (f"{Q0}.lora_A.default.weight", put(f"{Q0}.lora_A.default.weight", 4, HIDDEN), "only"),
+    *(
+        (name, put(name, 4, HIDDEN), "save_pretrained")
+        for name in (
+            f"{Q0}.lora_A.default.weight",
+            f"module.{Q0}.lora_A.weight",
+            f"_orig_mod.{Q0}.lora_A.weight",
+            f"{P}model.layers.0._fsdp_wrapped_module.self_attn.q_proj.lora_A.weight",
+            f"{P}model.layers.0._checkpoint_wrapped_module.self_attn.q_proj.lora_A.weight",
+        )
+    ),
     (f"{Q0}.lora_embedding_A", put(f"{Q0}.lora_embedding_A", 4, HIDDEN), "linear"),
     (f"{P}lm_head.weight", put(f"{P}lm_head.weight", VOCAB + 2, HIDDEN), "2 more than the base"),
     (f"{P}lm_head.weight", put(f"{P}lm_head.weight", VOCAB, HIDDEN + 1), "(64, 32)"),
@@ -738,6 +747,13 @@ def test_files_of_mlx_are_refused(saved: Path, tmp_path: Path):
     with pytest.raises(AdapterInvalid, match="mlx_lm") as caught:
         load(tmp_path)
     assert caught.value.param == "adapters.safetensors"
+
+
+def test_weights_of_another_name_are_refused(saved: Path, tmp_path: Path):
+    (copy(saved, tmp_path) / WEIGHTS).rename(tmp_path / "model.safetensors")
+    with pytest.raises(AdapterInvalid, match=WEIGHTS) as caught:
+        load(tmp_path)
+    assert caught.value.param == "model.safetensors"
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])

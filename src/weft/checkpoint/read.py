@@ -238,6 +238,8 @@ def _refuse_other_formats(folder: Folder) -> None:
         if name.endswith(_PICKLES):
             remedy = f"save the adapter as {WEIGHTS_FILE} (safe_serialization=True)"
             refuse(name, f"pickle files are never opened here; {remedy}")
+        if name.endswith(".safetensors"):
+            refuse(name, f"is not read: an adapter's weights are in {WEIGHTS_FILE}")
 
 
 @lru_cache(16)

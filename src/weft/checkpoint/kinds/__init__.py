@@ -7,6 +7,7 @@ that type is first read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -28,6 +29,11 @@ from weft.core.targets import TargetTable
 
 ENTRY_POINT_GROUP = "weft.adapter_kinds"
 CONVERSION_TOLERANCE = LoraArgs().conversion_tolerance
+_NOT_PEFTS = re.compile(
+    r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|\.default(\.\w+)?$"
+)
+"""What wrappers (DDP, torch.compile, FSDP, checkpointing of activations) put into the names of
+modules, and the adapter's name, which is in those of a model's own state dict."""
 _BUILT_IN = ("LORA", "ADALORA", "VERA", "LOHA", "LOKR", "IA3")
 """By `peft_type`; the module below this one has the same name in small letters."""
 
@@ -72,7 +78,12 @@ def parse_files(
     """The config and the tensors, by the names that they have in a text model. Raises
     AdapterInvalid."""
     config = parse_config(files.config, max_rank)
-    of_text, naming = text_part(parse_stored(files.weights, table))
+    stored = parse_stored(files.weights, table)
+    for name in stored:
+        if found := _NOT_PEFTS.search(name):
+            remedy = "call save_pretrained of the PEFT model itself, not of what wraps it"
+            refuse(name, f"PEFT saves it without {show(found[0].strip('.'))}; {remedy}")
+    of_text, naming = text_part(stored)
     tensors, of_task = base_part(config.options, of_text, table)
     has_head = not (classifies(config.options) or of_task)
     ties = config.ensure_weight_tying and has_head
