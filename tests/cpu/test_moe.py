@@ -447,13 +447,17 @@ def test_one_matrix_in_two_forms_is_refused(world: World, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", ["mixtral"], scope="module")
-def test_experts_that_the_config_names_are_in_the_file(world: World, tmp_path: Path) -> None:
+def test_experts_that_the_config_selects_are_in_the_file(world: World, tmp_path: Path) -> None:
     name = LAYER.replace("mlp.", "self_attn.q_proj.lora_")
     tensors = {f"{name}A.weight": torch.ones(2, 32), f"{name}B.weight": torch.ones(32, 2)}
     for projection in ("w1", "gate_proj"):
-        write_adapter(tmp_path / projection, tensors, r=2, target_modules=["q_proj", projection])
+        fields = {"r": 2, "target_modules": ["q_proj", projection]}
+        write_adapter(tmp_path / projection, tensors, **fields)
         with pytest.raises(AdapterInvalid, match=f'no tensor of the file is for "{projection}"'):
             read(world, tmp_path / projection)
+        without = tmp_path / f"without {projection}"
+        write_adapter(without, tensors, **fields, exclude_modules=r".*\.mlp\..*")
+        read(world, without)
 
 
 @pytest.mark.parametrize("rank", [2, 20])

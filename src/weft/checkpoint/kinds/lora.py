@@ -170,7 +170,9 @@ def _sort(adapter: PeftAdapter) -> AdapterParts:
     if config.ensure_weight_tying and table.tied and EMBEDDING in adapted:
         adapted = [name for name in adapted if name != HEAD]  # PEFT adapts it unasked
     modules = [module for name in adapted for module in gathered.modules_of(name)]
-    config.check_modules(modules, [*table.by_name, *(PROJECTIONS if table.has_experts else ())])
+    experts = [t.name.rpartition(".")[0] for t in table.targets if t.kind == "experts"]
+    single = [f"{name}.0.{part}" for name in dict.fromkeys(experts) for part in PROJECTIONS]
+    config.check_modules(modules, [*table.by_name, *single])
     others = [vector.name for vector in table.vectors]
     config.check_saved(found.saved(), [*table.by_name, *table.norms_by_name], others)
     return parts
