@@ -156,7 +156,7 @@ def import_tenants(
         under_way += [shared.submit(change, actor()) for change in changes]
         for future in under_way:
             future.result()
-        typer.echo(f"{len(changes)} tenants set, {len(gone)} removed, {len(tables)} in all")
+        typer.echo(f"Tenants: {len(changes)} set, {len(gone)} removed, {len(tables)} in all")
 
 
 @tenants.command("list")

@@ -219,7 +219,7 @@ async def _start_and_serve(
             await _follow(start, shared, app.state.follower)
         flags = start.flags
         metrics_url = None if beside is None else _url(flags.metrics_host, beside)
-        shares = None if shared is None else f"{flags.registry}: {num_shared(shared)} adapters"
+        shares = None if shared is None else f"{flags.registry} (adapters: {num_shared(shared)})"
         url = None if listener is None else _url(flags.host, listener)
         took_s = time.monotonic() - start.begun_s
         shown = summary(engine.info, registry, url, start.api.page, metrics_url, shares, took_s)
