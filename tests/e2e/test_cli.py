@@ -349,7 +349,7 @@ def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
         (("--lora-modules", "upper"), "takes name=path"),
         (("--lora-modules", f"a={tmp_path}/nowhere"), f"'a' ({tmp_path}/nowhere): no such folder"),
         (modules, "the name is given twice"),
-        (("--lora-modules", f"{BASE}={tmp_path}"), "the name is given twice"),
+        (("--lora-modules", f"{BASE}={tmp_path}"), "this is a name of the base model"),
         (("--max-num-seqs", "99999999999999999999"), "--max-num-seqs must be at most"),
         (("--num-threads", "0"), "--num-threads must be at least 1"),
         (("--kv-cache-memory", "0"), "--kv-cache-memory must be at least 1"),

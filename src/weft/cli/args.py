@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from pathlib import Path
@@ -232,7 +232,7 @@ class ServeFlags:
         """Where to publish which prefixes are cached. Raises ConfigError."""
         return None if self.kv_events_config is None else parse_kv_events(self.kv_events_config)
 
-    def modules(self, served: Iterable[str]) -> list[LoraModule]:
+    def modules(self, served: Collection[str]) -> list[LoraModule]:
         """The adapters to load at the start; `served` are the base's names. Raises ConfigError."""
         return modules_of(self.lora_modules or (), served)
 
@@ -370,13 +370,15 @@ def parse_kv_events(text: str) -> KvEventsArgs | None:
     return args if enabled and publisher == "zmq" else None
 
 
-def modules_of(texts: Iterable[str], taken: Iterable[str]) -> list[LoraModule]:
-    """The adapters of all --lora-modules; `taken` are other names. Raises ConfigError."""
+def modules_of(texts: Iterable[str], bases: Collection[str]) -> list[LoraModule]:
+    """The adapters of all --lora-modules; `bases` are the base's names. Raises ConfigError."""
     modules = [module for text in texts for module in parse_lora_modules(text)]
-    names = set(taken)
+    names = set[str]()
     for module in modules:
         if module.folder is not None and not module.folder.is_dir():
             raise module.refused("no such folder")
+        if module.name in bases:
+            raise module.refused("this is a name of the base model")
         if module.name in names:
             raise module.refused("the name is given twice")
         names.add(module.name)
