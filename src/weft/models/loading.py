@@ -313,8 +313,7 @@ def allocate_weights(
     for name, shape, *_ in table.vectors:
         # Parameters of decays stay in fp32, as their rounding would act again with every token, and
         # so do corrections, as they decide between experts whose weights may differ little.
-        is_fp32 = name.endswith(("A_log", "dt_bias", "correction_bias"))
-        own = torch.float32 if is_fp32 else dtype
+        own = torch.float32 if name.endswith(("A_log", "dt_bias", "correction_bias")) else dtype
         weights.vectors[name] = torch.empty(shape, dtype=own, device=device)
     return weights
 

@@ -107,8 +107,7 @@ _SHOWN_BY: tuple[tuple[str, str | None], ...] = (
     ("<|tool_call|>", "granite"),
     ("<|observation|>", "glm4"),
 )
-"""What a chat template holds, and the format that this means, None for one that is not read; the
-first that is found counts."""
+"""What a chat template holds, and the format that it means, or None; the first found counts."""
 
 
 def detect_tool_format(chat_template: str) -> str | None:
