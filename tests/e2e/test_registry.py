@@ -171,11 +171,11 @@ def test_ctrl_c_ends_a_command_whose_bucket_does_not_answer(
 ) -> None:
     """Its client waits for half a minute, and listens to no signal meanwhile."""
     uri, upper = "s3://bucket/fleet", str(ADAPTERS["upper"])
-    with socket.create_server(("127.0.0.1", 0)) as bucket:
-        monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{bucket.getsockname()[1]}")
-        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
-        for command in (["history", "x"], ["push", upper, "x"], ["serve", str(tiny.BASE)]):
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    for command in (["history", "x"], ["push", upper, "x"], ["serve", str(tiny.BASE)]):
+        with socket.create_server(("127.0.0.1", 0)) as bucket:
+            monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{bucket.getsockname()[1]}")
             with (tmp_path / "log").open("wb") as log:
                 process = start_weft([*command, "--registry", uri], log)
             with bucket.accept()[0]:

@@ -32,7 +32,7 @@ TIGHT = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 16,
     "block_size": 4,
-    "num_blocks": 72,
+    "num_blocks": 62,
     "adapter_memory": 1_700_000,
     "max_loras": 2,
     "adapter_host_memory": 1,

@@ -15,9 +15,13 @@ def make_quick() -> None:
     """A kernel's own functions find the language as the launch has changed it for the interpreter,
     so that each call of one need not change it again. Integers are not checked for overflow, with
     64 bits beside each sum: tests' tensors are far too small for one. And what follows from a type
-    or from the dimensions of a block is worked out once, not for each value of that type."""
+    or from the dimensions of a block is worked out once, not for each value of that type.
+
+    Products are summed in 64 bits and rounded once, so that their bits don't depend on the shapes
+    of blocks, as those of NumPy's products do on some processors."""
     interpreter.InterpretedFunction.__call__ = _call
     interpreter.interpreter_builder.options.__dict__["sanitize_overflow"] = False
+    interpreter.interpreter_builder.create_dot = _dot
     interpreter._patch_attr = _patch_attr
     interpreter._get_np_dtype = _np_dtype
     core.dtype.__eq__ = _types_are_equal
@@ -41,6 +45,11 @@ def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> N
         return member(*args, **options)
 
     scope.set_attr(obj, name, call)
+
+
+def _dot(a: Any, b: Any, d: Any, *_: Any) -> Any:
+    product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
 _np_dtypes: dict[str, np.dtype[Any]] = {}

@@ -80,6 +80,8 @@ def routed(hf: Any, num_dense: int = 0) -> MoeConfig | None:
 
 
 def ernie4_5_moe(hf: Any) -> MoeConfig | None:
+    if hf.use_bias:
+        raise ConfigError(f"use_bias true is not served for {hf.model_type}", "use_bias")
     _check_counts(hf, 1, "moe_num_experts", "moe_k", "moe_layer_interval")
     _check_counts(hf, 0, "moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index")
     first, last, step = hf.moe_layer_start_index, hf.moe_layer_end_index, hf.moe_layer_interval

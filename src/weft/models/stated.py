@@ -73,9 +73,10 @@ def read_stated(raw: Mapping[str, Any]) -> SimpleNamespace | None:
     """The fields of transformers' configuration for this file, as far as the families need them;
     None if they can't be told from the file alone."""
     needed = _NEEDED.get(raw.get("model_type", ""))
-    if not raw.keys() <= _KNOWN:
+    if needed is None:
         return None
-    if needed is None or not _UNFORESEEN.isdisjoint(raw.keys() - needed.keys()):
+    others = raw.keys() - needed.keys()
+    if not others <= _KNOWN or not _UNFORESEEN.isdisjoint(others):
         return None
     fields = _OFF | _with_experts(raw)
     if raw.get("model_type") == "phi3":
