@@ -191,6 +191,11 @@ def test_norm_and_activation_match_their_oracles(
             **tolerance,
         )
     added = x + delta
+    whole = torch.cat((x, delta), 1)
+    means = sum(ops.square_parts(part, whole.shape[1]) for part in (x, delta))
+    want = reference_rms_norm(whole, torch.cat((weight, weight)), 1e-6)
+    for part, wanted in zip((x, delta), want.chunk(2, 1), strict=True):
+        torch.testing.assert_close(ops.norm_parts(part, means, weight, 1e-6), wanted, **tolerance)
     got = ops.rms_norm(x, weight, 1e-6, Product(delta))
     assert torch.equal(x, added)
     torch.testing.assert_close(got, reference_rms_norm(added, weight, 1e-6), **tolerance)

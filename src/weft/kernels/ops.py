@@ -276,6 +276,14 @@ class Ops:
             x_TI.add_(delta.whole(), alpha=delta_scale)
         return (layer_norm if centered else rms_norm)(x_TI, weight_I, eps)
 
+    def square_parts(self, x_TI: Tensor, width: int) -> Tensor:
+        """What the columns of x add to the mean squares of rows of `width`, fp32 (T, 1)."""
+        return x_TI.float().square().sum(1, keepdim=True) / width
+
+    def norm_parts(self, x_TI: Tensor, mean_T1: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        """The columns of x of the RMS norm of rows whose mean squares are `mean_T1`."""
+        return (x_TI.float() * (mean_T1 + eps).rsqrt() * weight_I).to(x_TI.dtype)
+
     def sum_and_norm(
         self,
         x_TI: Tensor,

@@ -89,6 +89,36 @@ def _add_rms_norm(
 
 
 @triton.jit
+def _square_parts(x_ptr, out_ptr, columns, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out = the sum of the squares of x (T, columns), over `width`. One program per row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    i = tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    x = tl.load(x_ptr + row * columns + i, mask=i < columns, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, tl.sum(x * x) / width)
+
+
+@triton.jit
+def _norm_parts(
+    x_ptr, mean_ptr, weight_ptr, out_ptr, columns, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """out = x / sqrt(mean + eps) * weight. One program per row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    i = tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weight_ptr + i, mask=i < columns, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * columns + i, mask=i < columns, other=0.0)
+    scale = 1 / tl.sqrt(tl.load(mean_ptr + row) + eps)
+    out = (x.to(tl.float32) * scale * weight).to(x.dtype)
+    tl.store(out_ptr + row * columns + i, out, mask=i < columns)
+
+
+@triton.jit
 def _add_normed(
     x_ptr,
     delta_ptr,
@@ -184,6 +214,12 @@ def _activate_and_mul(
     tl.store(out_ptr + row * F + f, out.to(gate.dtype), mask=f < F)
 
 
+def _of_rows(columns: int) -> dict[str, int]:
+    """The options of a kernel with one program per row."""
+    block = next_power_of_2(columns)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
 class TritonOps(Ops):
     """Ops for CUDA devices (and, in Triton's interpreter, for the CPU)."""
 
@@ -206,7 +242,6 @@ class TritonOps(Ops):
         num_rows, width = x_TI.shape
         out_TI = torch.empty_like(x_TI)
         if num_rows:
-            block = next_power_of_2(width)
             _add_rms_norm[(num_rows,)](
                 x_TI,
                 whole.y_TO,
@@ -219,10 +254,27 @@ class TritonOps(Ops):
                 ADD=delta is not None,
                 SCALED=delta_scale != 1,
                 CENTERED=centered,
-                BLOCK=block,
                 PENDING=whole.pending is not None,
-                num_warps=min(max(block // 512, 1), 16),
+                **_of_rows(width),
                 **self._options,
+            )
+        return out_TI
+
+    def square_parts(self, x_TI: Tensor, width: int) -> Tensor:
+        num_rows, columns = x_TI.shape
+        out_T1 = x_TI.new_empty((num_rows, 1), dtype=torch.float32)
+        if num_rows:
+            _square_parts[(num_rows,)](
+                x_TI, out_T1, columns, width, **_of_rows(columns), **self._options
+            )
+        return out_T1
+
+    def norm_parts(self, x_TI: Tensor, mean_T1: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        num_rows, columns = x_TI.shape
+        out_TI = torch.empty_like(x_TI)
+        if num_rows:
+            _norm_parts[(num_rows,)](
+                x_TI, mean_T1, weight_I, out_TI, columns, eps, **_of_rows(columns), **self._options
             )
         return out_TI
 
@@ -254,7 +306,6 @@ class TritonOps(Ops):
         num_rows, width = x_TI.shape
         out_TI = x_TI if before_I is None else torch.empty_like(x_TI)
         if num_rows:
-            block = next_power_of_2(width)
             _add_normed[(num_rows,)](
                 x_TI,
                 delta.y_TO,
@@ -267,9 +318,8 @@ class TritonOps(Ops):
                 eps,
                 SCALED=factor_1 is not None,
                 NORM=before_I is not None,
-                BLOCK=block,
                 PENDING=delta.pending is not None,
-                num_warps=min(max(block // 512, 1), 16),
+                **_of_rows(width),
                 **self._options,
             )
         return out_TI

@@ -39,9 +39,9 @@ class GroupNorm:
 
     def __call__(self, x_TO: Tensor) -> Tensor:
         if self.ranks.size > 1:
-            wide_TO = x_TO.float()
-            mean_T1 = self.ranks.sum(wide_TO.square().mean(1, keepdim=True)) / self.ranks.size
-            return (wide_TO * (mean_T1 + self.eps).rsqrt() * self.weight_O).to(x_TO.dtype)
+            part_T1 = self.ops.square_parts(x_TO, x_TO.shape[1] * self.ranks.size)
+            mean_T1 = self.ranks.sum(part_T1)
+            return self.ops.norm_parts(x_TO, mean_T1, self.weight_O, self.eps)
         if self.num_groups == 1:
             return self.ops.rms_norm(x_TO, self.weight_O, self.eps)
         x_TGD = x_TO.view(len(x_TO), self.num_groups, -1)
