@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from weft.bench.fleet_moves import plan_moves
 from weft.core.load import EngineLoad
 from weft.fleet.consolidate import (
     COPIES,
+    JUMP,
     LATE_S,
     PATIENCE_S,
     SPARE,
@@ -101,8 +103,8 @@ def test_autoscalers_hear_of_the_most_that_was_needed() -> None:
 @FEW
 @given(st.lists(st.tuples(st.integers(0, 80), st.sets(st.integers(0, 5), min_size=1)), max_size=25))
 def test_there_is_always_a_node(history: list[tuple[int, set[int]]]) -> None:
-    """Nodes come and die at any time; those enabled are alive, and not fewer than the load takes,
-    where there are as many."""
+    """Nodes come and die at any time; those enabled are alive. They are not fewer than the load
+    takes, where there are as many, but for what the load may differ by chance."""
     decides = Consolidator(target=0.8)
     for tick, (num_open, alive) in enumerate(history):
         loads = [NodeLoad(f"n{k}", num_open // len(alive), SEATS) for k in sorted(alive)]
@@ -111,7 +113,8 @@ def test_there_is_always_a_node(history: list[tuple[int, set[int]]]) -> None:
         assert found.names
         assert found.names <= {load.name for load in loads}
         total = sum(load.num_open for load in loads)
-        assert len(found.names) >= min(len(alive), total / (0.8 * SEATS))
+        least = total - JUMP * math.sqrt(total)
+        assert len(found.names) >= min(len(alive), least / (0.8 * SEATS))
         assert found.emptied not in found.names
 
 
