@@ -110,7 +110,7 @@ class DeltaLayer:
     skip_H: Tensor | None = None
     """The heads' skips in Mamba 2; None: this is the gated delta rule."""
     bias_C: Tensor | None = None
-    """Of the convolution."""
+    """The bias of each channel of the convolution; None: it has none."""
 
 
 class StateWork(NamedTuple):

@@ -175,8 +175,9 @@ class LinearConfig:
     and b, in this order. In their terms, values are x, keys B, queries C, b the time steps, and
     `num_keys` is the number of groups."""
     conv_bias: bool = False
-    """Whether the convolution has a bias, and so for the projections below."""
+    """Whether the convolution has a bias."""
     projection_bias: bool = False
+    """Whether the layer's two projections have biases."""
     spans_ranks: bool = False
     """Whether this is a rank's share, and other ranks have heads of the same group."""
 
