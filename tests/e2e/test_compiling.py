@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -326,3 +327,39 @@ print(len(kernels), max(kernel.metadata.shared for kernel in kernels))
 """
     num, most = map(int, run_without_device(tmp_path, code).split())
     assert num == 2 and most <= kib << 10
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("preset", "layers", "gpu"),
+    [
+        ("llama-3-8b", 1, (80, 163, 108)),
+        ("llama-3-8b", 1, (89, 99, 142)),
+        ("llama-3-8b", 1, (90, 227, 132)),
+        ("llama-3-8b", 1, (100, 227, 148)),
+        ("llama-3-8b", 1, (120, 99, 188)),
+        ("qwen3.5-9b", 4, (89, 99, 142)),
+        ("qwen3.5-9b", 4, (100, 227, 148)),
+        ("gpt-oss-20b", 2, (89, 99, 142)),
+    ],
+)
+def test_all_kernels_of_steps_fit_other_devices(
+    run_without_device: RunWithoutDevice,
+    tmp_path: Path,
+    preset: str,
+    layers: int,
+    gpu: tuple[int, int, int],
+) -> None:
+    """An A100, an L40S, an H100, a B200 and an RTX PRO 6000."""
+    support = Path(__file__).parents[1] / "support"
+    code = f"""
+import json, sys
+sys.path.append({str(support)!r})
+from other_gpus import Gpu, compile_steps
+
+print(json.dumps(compile_steps({preset!r}, {layers}, Gpu(*{gpu}))))
+"""
+    made = json.loads(run_without_device(tmp_path, code))
+    expected = {"shrink_rows", "decode_rows", "prefill_tiles"}
+    assert expected <= {name.rpartition(".")[2] for name in made}
+    assert max(made.values()) <= gpu[1] << 10, made
