@@ -6,15 +6,18 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import httpx
 import pytest
+from http_api import Web, World, run
 from observed import DIGEST, ScriptedEngine, complete, serve
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from toy_tokenizers import byte_level
 
 from weft.core.adapters import AdapterRef
 from weft.core.errors import ConfigError
@@ -48,8 +51,12 @@ class Traced:
         self.traces = Traces(SimpleSpanProcessor(self._exporter))
 
     @property
+    def finished(self) -> tuple[ReadableSpan, ...]:
+        return self._exporter.get_finished_spans()
+
+    @property
     def spans(self) -> dict[str, ReadableSpan]:
-        spans = self._exporter.get_finished_spans()
+        spans = self.finished
         assert len({span.name for span in spans}) == len(spans)
         return {span.name: span for span in spans}
 
@@ -62,9 +69,9 @@ def traced() -> Iterator[Traced]:
 
 
 def test_a_request_is_a_span_with_its_phases(traced: Traced) -> None:
-    traced.traces.record(RECORD, {})
+    traced.traces.record(RECORD, "text_completion", {})
     spans = traced.spans
-    whole = spans.pop("generate sql")
+    whole = spans.pop("text_completion sql")
     assert whole.kind is SpanKind.SERVER and whole.parent is None
     assert (whole.start_time, whole.end_time) == (1000_000_000_000, 1002_000_000_000)
     assert dict(whole.attributes or {}) == {
@@ -103,13 +110,31 @@ def test_a_request_of_a_server(traced: Traced) -> None:
         assert (await client.get("/health")).status_code == 200
 
     serve(ScriptedEngine(), scenario, traced.traces)
-    assert traced.spans.keys() == {"generate sql", "queue", "prefill", "decode"}
-    span = traced.spans["generate sql"]
+    assert traced.spans.keys() == {"text_completion sql", "queue", "prefill", "decode"}
+    span = traced.spans["text_completion sql"]
     assert span.parent is not None and span.context is not None and span.attributes is not None
     assert f"{span.parent.trace_id:032x}" in PARENT and f"{span.parent.span_id:016x}" in PARENT
     assert span.context.trace_state.get("x") == "y"
     assert span.attributes["weft.adapter.version"] == 1
     assert span.attributes["gen_ai.usage.output_tokens"] == 3
+
+
+def test_each_operation_has_its_name(traced: Traced, tmp_path: Path) -> None:
+    async def scenario(web: Web) -> None:
+        messages = [{"role": "user", "content": "hello"}]
+        for path, body in (
+            ("chat/completions", {"messages": messages}),
+            ("messages", {"messages": messages, "max_tokens": 3}),
+            ("responses", {"input": "hello"}),
+            ("completions", {"prompt": "hello"}),
+            ("embeddings", {"input": "hello"}),
+        ):
+            answer = await web.post(f"/v1/{path}", {"model": "base", **body})
+            assert answer.status_code == 200, answer.text
+
+    run(World(tmp_path, byte_level(), traces=traced.traces), scenario)
+    names = [span.name for span in traced.finished if span.parent is None]
+    assert names == [*["chat base"] * 3, "text_completion base", "embeddings base"]
 
 
 def test_requests_do_not_share_parents(traced: Traced) -> None:
@@ -121,18 +146,18 @@ def test_requests_do_not_share_parents(traced: Traced) -> None:
     engine.script = engine.script[1:]
     engine.script[0] = engine.script[0]._replace(token_ids=[])
     serve(engine, scenario, traced.traces)
-    assert traced.spans["generate sql"].parent is not None
-    assert traced.spans["generate base"].parent is None
+    assert traced.spans["text_completion sql"].parent is not None
+    assert traced.spans["text_completion base"].parent is None
 
 
 @pytest.mark.parametrize("header", ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
 def test_a_parent_that_is_none(traced: Traced, header: str) -> None:
-    traced.traces.record(RECORD, {"traceparent": header})
-    assert traced.spans["generate sql"].parent is None
+    traced.traces.record(RECORD, "text_completion", {"traceparent": header})
+    assert traced.spans["text_completion sql"].parent is None
 
 
 def test_what_the_caller_does_not_sample_is_not_recorded(traced: Traced) -> None:
-    traced.traces.record(RECORD, {"traceparent": UNSAMPLED})
+    traced.traces.record(RECORD, "text_completion", {"traceparent": UNSAMPLED})
     assert not traced.spans
 
 
@@ -188,12 +213,12 @@ def collector() -> Iterator[Collector]:
 
 def test_spans_are_sent_over_otlp_at_the_latest_at_the_end(collector: Collector) -> None:
     traces = open_traces(f"http://127.0.0.1:{collector.server_port}")
-    traces.record(RECORD, {})
+    traces.record(RECORD, "text_completion", {})
     traces.close()
     [(path, request)] = collector.taken
     assert path == "/v1/traces"
     [spans] = [scope.spans for r in request.resource_spans for scope in r.scope_spans]
-    assert {span.name for span in spans} == {"generate sql", "queue", "prefill", "decode"}
+    assert {span.name for span in spans} == {"text_completion sql", "queue", "prefill", "decode"}
 
 
 @pytest.mark.parametrize("endpoint", ["", "localhost:4318", "grpc://x:1", "http://", "http://[x"])

@@ -20,6 +20,7 @@ from toy_tokenizers import byte_level
 from weft.api import ApiSettings, create_app
 from weft.api.audit import AuditLog
 from weft.api.callers import Tenants
+from weft.api.middleware import TraceSink
 from weft.api.service import Fleet
 from weft.cli.connections import http_config
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
@@ -235,6 +236,7 @@ class World:
         allowed: Sequence[str] = (),
         sources: Sources | None = None,
         fleet: Fleet | None = None,
+        traces: TraceSink | None = None,
         **settings: Any,
     ) -> None:
         self.folder = folder
@@ -247,6 +249,7 @@ class World:
             tokenizer,
             sources or Sources(AdapterRoots([folder]), Allowed(allowed), Contents(None)),
             ApiSettings(**settings),
+            traces,
             tenants=tenants_file,
             audit=audit,
             shared=shared,

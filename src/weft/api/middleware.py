@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -148,17 +148,29 @@ def _authorization(headers: Headers) -> str | None:
 
 # -- requests to the engine ------------------------------------------------------------------------
 
-_trace_headers: ContextVar[Mapping[str, str]] = ContextVar("trace_headers", default={})  # noqa: B039
+
+class Call(NamedTuple):
+    """What a trace says of an HTTP request."""
+
+    operation: str
+    """What was asked for, in OpenTelemetry's words for generative AI: chat, text_completion or
+    embeddings; or another route's last part, such as rerank."""
+    headers: Mapping[str, str]
+    """Those that say which trace it is part of."""
+
+
+_call: ContextVar[Call] = ContextVar("call", default=Call("chat", {}))  # noqa: B039
+_CHATS = "/chat/completions", "/responses", "/messages"
 
 
 class TraceSink(Protocol):
     """Where traces go: `weft.metrics.traces.Traces`."""
 
-    def record(self, record: RequestRecord, headers: Mapping[str, str]) -> None: ...
+    def record(self, record: RequestRecord, operation: str, headers: Mapping[str, str]) -> None: ...
 
 
-class TraceHeaders:
-    """Keeps the headers that say which trace an HTTP request is part of."""
+class TracedCalls:
+    """Keeps what traces say of an HTTP request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -167,8 +179,14 @@ class TraceHeaders:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             names = ("traceparent", "tracestate")
-            _trace_headers.set({name: headers[name] for name in names if name in headers})
+            found = {name: headers[name] for name in names if name in headers}
+            _call.set(Call(_operation_of(scope["path"]), found))
         await self._app(scope, receive, send)
+
+
+def _operation_of(path: str) -> str:
+    name = path.rpartition("/")[2]
+    return "chat" if path.endswith(_CHATS) else {"completions": "text_completion"}.get(name, name)
 
 
 @contextmanager
@@ -188,7 +206,7 @@ def watched(
         watch.end()
         log_request(record)
         if traces is not None:
-            traces.record(record, _trace_headers.get())
+            traces.record(record, *_call.get())
 
 
 class Watch:

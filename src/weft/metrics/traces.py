@@ -46,14 +46,15 @@ class Traces:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("weft", __version__)
 
-    def record(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
-        """Send the spans of a request. The `headers` of its HTTP request name the parent span."""
+    def record(self, record: RequestRecord, operation: str, headers: Mapping[str, str]) -> None:
+        """Send the spans of a request. `operation` is what was asked for, such as chat, and the
+        `headers` of its HTTP request name the parent span."""
         parent = TraceContextTextMapPropagator().extract(headers)
         span = self._tracer.start_span(
-            f"generate {record.model}",
+            f"{operation} {record.model}",
             parent,
             trace.SpanKind.SERVER,
-            _attributes(record),
+            {"gen_ai.operation.name": operation, **_attributes(record)},
             start_time=_unix_ns(record, 0.0),
         )
         if record.error is not None:
@@ -95,7 +96,6 @@ def _unix_ns(record: RequestRecord, seconds: float) -> int:
 def _attributes(record: RequestRecord) -> dict[str, AttributeValue]:
     params, ref = record.params, record.adapter
     attributes: dict[str, AttributeValue | None] = {
-        "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "weft",
         "gen_ai.request.model": record.model,
         "gen_ai.request.max_tokens": params.max_tokens,
