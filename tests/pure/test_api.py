@@ -345,6 +345,7 @@ def function(name: str) -> dict[str, Any]:
         (COMPLETE, {"prompt": "x", "model": None}, "model"),
         (COMPLETE, {"prompt": "x", "suffix": "y"}, "suffix"),
         (COMPLETE, {"prompt": "x", "best_of": 2}, "best_of"),
+        (COMPLETE, {"prompt": "x", "best_of": True}, "best_of"),
         (COMPLETE, {"prompt": "x", "n": 0}, "n"),
         (COMPLETE, {"prompt": "x", "n": 5}, "n"),
         (COMPLETE, {"prompt": ["x", "y", "z"], "n": 3}, "prompt"),

@@ -242,7 +242,7 @@ def test_nodes_that_others_start_are_found(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it is not UTF-8"):
         find_urls(str(file))
     (node,) = find_nodes("127.0.0.1:1")
-    assert (node.name, node.url, node.state) == ("127.0.0.1:1", "http://127.0.0.1:1", "not ready")
+    assert (node.name, node.url, node.state) == ("127.0.0.1:1", "http://127.0.0.1:1", "no answer")
 
 
 @pytest.fixture
@@ -445,6 +445,14 @@ def test_nodes_that_are_known_by_address_have_one_row_each() -> None:
         ("n1", "up", urls[0]),
         ("n2", "up", urls[1]),
     ]
+
+
+def test_a_cluster_of_which_nobody_answers_is_told_to_scripts() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        at = f"127.0.0.1:{nobody.getsockname()[1]}"
+        done = CliRunner().invoke(app, ["cluster", "status", "--at", at], env={"COLUMNS": "60"})
+    assert done.exit_code == 1 and f"{at}  no answer" in done.output
 
 
 @pytest.mark.parametrize("said", ["{", "[]", "{}", '{"x": 1, "flags": []}', "\xff"])

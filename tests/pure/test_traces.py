@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -219,6 +220,15 @@ def test_spans_are_sent_over_otlp_at_the_latest_at_the_end(collector: Collector)
     assert path == "/v1/traces"
     [spans] = [scope.spans for r in request.resource_spans for scope in r.scope_spans]
     assert {span.name for span in spans} == {"text_completion sql", "queue", "prefill", "decode"}
+
+
+def test_a_token_in_the_endpoint_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        traces = open_traces(f"http://127.0.0.1:{nobody.getsockname()[1]}/v1/traces?token=secret")
+        traces.record(RECORD, "chat", {})
+        traces.close()
+    assert "/v1/traces" in caplog.text and "secret" not in caplog.text
 
 
 @pytest.mark.parametrize("endpoint", ["", "localhost:4318", "grpc://x:1", "http://", "http://[x"])

@@ -73,10 +73,15 @@ def ignored_fields(
             continue
         if take is Take.NAMED:
             ignored.append(field)
-        elif value not in take:
+        elif not any(_equal(value, each) for each in take):
             hint = _INSTEAD.get(field, "")
             raise InvalidRequest(f"{field} is not supported by this version{hint}", field)
     return ignored
+
+
+def _equal(value: object, known: object) -> bool:
+    """Whether two JSON values are equal; true is not 1."""
+    return value == known and isinstance(value, bool) == isinstance(known, bool)
 
 
 class OpenBody(BaseModel):

@@ -314,7 +314,7 @@ def _under_its_own_name(node: Placed, key: str) -> Placed:
 
 @cluster.command()
 def status(name: Name = "default", at: At = None, api_key: Key = "") -> None:
-    """Show the nodes: where they are, what they do, which adapters they have."""
+    """Show the nodes, their load and their adapters. The exit status is 1 if none answers."""
     with ending_in_one_line():
         nodes = placed(name, at)
         if at is not None and at != ON_RAY:
@@ -328,6 +328,8 @@ def status(name: Name = "default", at: At = None, api_key: Key = "") -> None:
             lacking = f", and {pin['missing']} nodes more should have it" if pin["missing"] else ""
             names, on = ", ".join(pin["adapters"]), ", ".join(pin["on"]) or "no node"
             console.print(f"{names} ({pin['labels']}): on {on}{lacking}", soft_wrap=True)
+        if all(node.state in ("no answer", "unplaced", "ended") for node in nodes):
+            raise typer.Exit(1)
 
 
 @cluster.command()

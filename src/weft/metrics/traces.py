@@ -12,6 +12,7 @@ conventions for generative AI (`gen_ai.*`); Weft's own are under `weft.*`.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from urllib.parse import urlsplit
@@ -71,7 +72,8 @@ class Traces:
 
 
 def open_traces(endpoint: str) -> Traces:
-    """Open traces to an OTLP collector at an HTTP URL. Without a path, `/v1/traces` is used.
+    """Open traces to an OTLP collector at an HTTP URL. Without a path, `/v1/traces` is used. A
+    query, which may hold a token, does not get into the log.
 
     Raises ConfigError.
     """
@@ -86,6 +88,13 @@ def open_traces(endpoint: str) -> Traces:
         )
     if url.path in ("", "/"):
         url = url._replace(path="/v1/traces")
+    if url.query:
+
+        def without_query(record: logging.LogRecord) -> bool:
+            record.msg, record.args = record.getMessage().replace(url.query, "..."), ()
+            return True
+
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(without_query)
     return Traces(BatchSpanProcessor(OTLPSpanExporter(url.geturl(), timeout=3)))
 
 

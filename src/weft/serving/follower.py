@@ -237,7 +237,8 @@ class Follower:
         def ended(task: asyncio.Task[None]) -> None:
             del self._loading[key]
             if not task.cancelled() and (error := task.exception()) is not None:
-                logger.warning("%s could not be loaded: %s", key, error)
+                named = isinstance(error, AdapterUnavailable)
+                logger.warning("%s", error if named else f"{key} can't be loaded: {error}")
 
         task.add_done_callback(ended)
         return task

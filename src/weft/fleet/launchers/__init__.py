@@ -26,10 +26,10 @@ ON_RAY: Final = {"on": "ray"}
 NODE = "node-"
 """A node's name is this and the node's number, from 0 on."""
 
-State = Literal["unplaced", "starting", "up", "not ready", "ended"]
+State = Literal["unplaced", "starting", "up", "not ready", "no answer", "ended"]
 """unplaced: no machine of a Ray cluster has room for the node yet. not ready: it takes no requests
-now, for example because it drains, hangs or is gone. Nodes that somebody else has started have this
-state too, as no more is known of them here."""
+now, for example because it starts, drains or hangs. no answer: nothing answers at the address of a
+node that somebody else has started."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from weft.core.errors import ConfigError, Unreachable
-from weft.fleet.launchers import Placed
+from weft.fleet.launchers import Placed, State
 from weft.fleet.launchers.local import is_ready
 
 
@@ -43,7 +43,7 @@ def _resolved(given: str) -> list[str]:
 
 def find_nodes(where: str) -> list[Placed]:
     """The nodes at these places, as `find_urls` takes them. Their names are not known."""
+    states: dict[bool | None, State] = {True: "up", False: "not ready", None: "no answer"}
     return [
-        Placed(url.removeprefix("http://"), url, "up" if is_ready(url) else "not ready")
-        for url in find_urls(where)
+        Placed(url.removeprefix("http://"), url, states[is_ready(url)]) for url in find_urls(where)
     ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from weft.core.errors import ConfigError
@@ -33,12 +34,15 @@ ERROR = "weft: error: "
 """Begins the last line of a command that says itself why it could not go on."""
 
 
-def is_ready(url: str) -> bool:
+def is_ready(url: str) -> bool | None:
+    """Whether the node there takes requests; None if nothing answers."""
     try:
         with urlopen(f"{url}/ready", timeout=READY_S) as answer:
             return bool(answer.status == 200)
-    except (OSError, HTTPException):
+    except HTTPError:
         return False
+    except (OSError, HTTPException):
+        return None
 
 
 def check_port(port: int) -> None:

@@ -81,7 +81,7 @@ class NodeActor:
         threading.Thread(target=self._keep_looking, daemon=True).start()
 
     def place(self) -> NodePlace:
-        return NodePlace(self._address, self._url, is_ready(self._url), os.getpid())
+        return NodePlace(self._address, self._url, bool(is_ready(self._url)), os.getpid())
 
     def stop(self) -> None:
         """Returns when the node has handed over its requests and has ended."""
