@@ -331,16 +331,16 @@ print(len(kernels), max(kernel.metadata.shared for kernel in kernels))
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("preset", "layers", "gpu"),
+    ("preset", "layers", "dtype", "gpu"),
     [
-        ("llama-3-8b", 1, (80, 163, 108)),
-        ("llama-3-8b", 1, (89, 99, 142)),
-        ("llama-3-8b", 1, (90, 227, 132)),
-        ("llama-3-8b", 1, (100, 227, 148)),
-        ("llama-3-8b", 1, (120, 99, 188)),
-        ("qwen3.5-9b", 4, (89, 99, 142)),
-        ("qwen3.5-9b", 4, (100, 227, 148)),
-        ("gpt-oss-20b", 2, (89, 99, 142)),
+        ("llama-3-8b", 1, "bfloat16", (80, 163, 108)),
+        ("llama-3-8b", 1, "bfloat16", (89, 99, 142)),
+        ("llama-3-8b", 1, "float32", (89, 99, 142)),
+        ("llama-3-8b", 1, "bfloat16", (90, 227, 132)),
+        ("llama-3-8b", 1, "bfloat16", (100, 227, 148)),
+        ("llama-3-8b", 1, "bfloat16", (120, 99, 188)),
+        ("qwen3.5-9b", 4, "bfloat16", (89, 99, 142)),
+        ("gpt-oss-20b", 2, "bfloat16", (89, 99, 142)),
     ],
 )
 def test_all_kernels_of_steps_fit_other_devices(
@@ -348,6 +348,7 @@ def test_all_kernels_of_steps_fit_other_devices(
     tmp_path: Path,
     preset: str,
     layers: int,
+    dtype: str,
     gpu: tuple[int, int, int],
 ) -> None:
     """An A100, an L40S, an H100, a B200 and an RTX PRO 6000."""
@@ -357,7 +358,7 @@ import json, sys
 sys.path.append({str(support)!r})
 from other_gpus import Gpu, compile_steps
 
-print(json.dumps(compile_steps({preset!r}, {layers}, Gpu(*{gpu}))))
+print(json.dumps(compile_steps({preset!r}, {layers}, {dtype!r}, Gpu(*{gpu}))))
 """
     made = json.loads(run_without_device(tmp_path, code))
     expected = {"shrink_rows", "decode_rows", "prefill_tiles"}

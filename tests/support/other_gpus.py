@@ -50,11 +50,12 @@ class Gpu(NamedTuple):
     processors: int
 
 
-def compile_steps(preset: str, num_layers: int, gpu: Gpu) -> dict[str, int]:
+def compile_steps(preset: str, num_layers: int, dtype: str, gpu: Gpu) -> dict[str, int]:
     """Compile the kernels of all steps of a model with the widths of a preset, and of adapters on
     all its layers. Returns the most bytes of shared memory that each kernel takes."""
     sizes = {"max_model_len": NUM_TOKENS, "adapter_memory": 1 << 29, "kv_cache_memory": 1 << 28}
-    args = engine_args(_base(preset, num_layers), device="cpu", load_format="dummy", **sizes)
+    base = _base(preset, num_layers)
+    args = engine_args(base, device="cpu", load_format="dummy", dtype=dtype, **sizes)
     with _pretending(gpu):
         parts = build.allocate(args, Stages(), ALONE, lambda: build._load(args))
         executor, backend = parts.executor, parts.executor._lora

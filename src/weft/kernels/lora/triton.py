@@ -274,6 +274,11 @@ class TritonStep(LoraStep):
         if not len(rows.tiles):
             return
         pool, blocks = self._backend.pool, self._backend.tuning.blocks
+        stages = blocks.shrink_stages
+        if (
+            pool.element_bytes == 4
+        ):  # they need twice the shared memory, and a device may have 99 KB
+            stages = min(stages, 2)
         x_TK = x_TI[:, pool.table.groups[group].a_columns(pool.ranks.rank)]
         numbers, constants = self._arguments(group, x_TK)
         shrink_rows[self._grid(blocks.shrink_programs, len(x_TK) * SHARES)](
@@ -287,7 +292,7 @@ class TritonStep(LoraStep):
             *numbers,
             NUM_SLICES=len(pool.table.groups[group].slices),
             SHARES=SHARES,
-            STAGES=blocks.shrink_stages,
+            STAGES=stages,
             TILES=TOGETHER,
             num_warps=blocks.shrink_warps,
             **constants,
