@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -12,29 +11,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import httpx
 import pytest
-import torch
 from adapter_kinds import FAMILIES, KINDS, SERVED, make_base
 from engines import MakeLLM
 from golden_cases import NAMES, TIGHT, Case, Expected, assert_right, interleaved, run, workload
 from patience import PATIENCE_S
 from rank_cases import killed, ranks
-from safetensors.torch import load_file, save_file
 from serving import serving_here, until
 from test_fidelity import BLOCK, EXPERTS, PARTS, World, check
-from tiny import ADAPTERS, answer
+from tiny import ADAPTERS
 from watched_ranks import checksums, watch_all
 
 from weft import SamplingParams
-from weft.core.adapters import AdapterSource
-from weft.core.errors import ConfigError, EngineDead
+from weft.core.errors import EngineDead
 from weft.worker.gathered import Part
 from weft.worker.parcels import parcels
-from weft.worker.peers import Peers
-from weft.worker.reading import AdapterReader
 from weft.worker.records import PartOrder
 
 __all__ = ["workload"]
@@ -149,67 +142,6 @@ def test_images_go_past_the_orders_that_steps_wait_behind(make_llm: MakeLLM) -> 
 
     for pid in (os.getpid(), others._peers[0].process.pid):
         until(lambda pid=pid: not open_parcels(pid), "a parcel is left open")
-
-
-def with_magnitudes(adapter: Path, folder: Path) -> Path:
-    """A DoRA made of a LoRA, for which every rank is asked about its weights."""
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    for name in list(tensors):
-        if name.endswith("lora_B.weight"):
-            magnitude = name.replace("lora_B.weight", "lora_magnitude_vector")
-            tensors[magnitude] = torch.ones(len(tensors[name]))
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return folder
-
-
-def test_first_adapters_are_read_while_ranks_start(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Also one for which the other rank is asked, which does not answer before it has started."""
-    take, taken = AdapterReader._take, list[str]()
-
-    def note(self: AdapterReader, source: AdapterSource, ahead: Any, ended: Any) -> None:
-        if ahead is not None:
-            taken.append(Path(source.path).name)
-        take(self, source, ahead, ended)
-
-    monkeypatch.setattr(AdapterReader, "_take", note)
-    dora = with_magnitudes(Path(ADAPTERS["upper"]), tmp_path / "dora")
-    llm = make_llm(
-        adapters={"sort": ADAPTERS["sort"], "dora": dora}, adapter_cache_dir="none", **TWO
-    )
-    assert sorted(taken) == ["dora", "sort"]
-    asked = [{"role": "user", "content": "world"}]
-    outputs = llm.chat([asked] * 2, SamplingParams(max_tokens=40), ["sort", "dora"])
-    assert outputs[0].text == answer("sort", "world")
-
-
-def test_a_start_that_fails_while_adapters_are_read(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It ends, although a reader waits for the other rank's answer."""
-    asking = Event()
-    ask = Peers._ask
-
-    def noted(self: Peers, *args: Any) -> Any:
-        asked = ask(self, *args)
-        asking.set()
-        return asked
-
-    def fail(self: Peers) -> None:
-        assert asking.wait(PATIENCE_S)
-        raise ConfigError("a limit is wrong", "limit")
-
-    monkeypatch.setattr(Peers, "_ask", noted)
-    monkeypatch.setattr(Peers, "_take", lambda *_: None)  # no answer is heard
-    monkeypatch.setattr(Peers, "meet", lambda _: None)
-    monkeypatch.setattr(Peers, "wait", fail)
-    dora = with_magnitudes(Path(ADAPTERS["upper"]), tmp_path / "dora")
-    with pytest.raises(ConfigError, match="a limit is wrong"):
-        make_llm(adapters={"dora": dora}, adapter_cache_dir="none", **TWO)
 
 
 def test_a_rank_that_is_gone_while_it_is_asked(make_llm: MakeLLM) -> None:

@@ -85,7 +85,7 @@ def build_worker(
     if args.model.tensor_parallel_size == 1:
         return _build_alone(args, stages)
     device = check_ranks(args)
-    peers, reader = Peers(args, on_lost), None
+    peers = Peers(args, on_lost)
     try:
         width = row_bytes(args.model, device)
         model = loading(args, 0)
@@ -95,18 +95,17 @@ def build_worker(
         stages.on_end = peers.stage_ended
         stages.end("ranks")
         parts = allocate(args, stages, ranks, model.result)
-        reader = _make_reader(args, parts, peers)
-        host = _prepare_reading(args, parts, stages, ranks, reader, peers.host_fd)
+        host = prepare(args, parts, stages, ranks, peers.host_fd)
         peers.wait()
         stages.end("others")
         peers.stage_ended(BUILT)
-        return _assemble(args, parts, reader, host, peers)
-    except BaseException as error:
-        untyped = isinstance(error, Exception) and not isinstance(error, WeftError)
-        lost = peers.why_lost(LOST_S) if untyped else None
+        return _assemble(args, parts, _make_reader(args, parts, peers), host, peers)
+    except WeftError:
         peers.close()
-        if reader is not None:
-            reader.close()
+        raise
+    except BaseException as error:
+        lost = peers.why_lost(LOST_S) if isinstance(error, Exception) else None
+        peers.close()
         if lost is not None:
             raise lost from error
         raise
@@ -116,29 +115,17 @@ def _build_alone(args: EngineArgs, stages: Stages) -> DeviceWorker:
     read_compiler(device_of(args.model.device))
     parts = allocate(args, stages, ALONE, partial(_load, args))
     reader = _make_reader(args, parts)
-    try:
-        host = _prepare_reading(args, parts, stages, ALONE, reader)
-    except BaseException:
-        reader.close()
-        raise
-    return _assemble(args, parts, reader, host)
-
-
-def _prepare_reading(
-    args: EngineArgs,
-    parts: DeviceParts,
-    stages: Stages,
-    ranks: Ranks,
-    reader: AdapterReader,
-    host_fd: int | None = None,
-) -> HostMemory:
-    """`prepare`, while `reader` reads the first adapters. It does not begin before compilers have
-    run: they are forked, and would keep locks of other threads."""
 
     def read_ahead() -> None:
         reader.read_ahead(args.first_adapters, host_bytes(args.lora.adapter_host_memory))
 
-    return prepare(args, parts, stages, ranks, host_fd, compiled=read_ahead)
+    try:
+        # Not before compilers have run: they are forked, and would keep locks of other threads.
+        host = prepare(args, parts, stages, ALONE, compiled=read_ahead)
+    except BaseException:
+        reader.close()
+        raise
+    return _assemble(args, parts, reader, host)
 
 
 def loading(args: EngineArgs, rank: int) -> Future[LoadedModel]:

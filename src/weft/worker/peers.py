@@ -280,7 +280,6 @@ class Peers:
         self._ring.closed = True
         if self._ranks is not None:
             wait_for("leaving the group of ranks", leave_group, END_S)
-        self._give_up(EngineDead("the engine has been closed"))
         deadline = time.monotonic() + END_S
         for peer in self._peers:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -339,9 +338,8 @@ class Peers:
         match report:
             case RankAnswer(call, result):
                 with self._lock:
-                    future = self._waiting.pop((call, peer.rank), None)
-                if future is not None:  # somebody still waits
-                    future.set_result(result)
+                    future = self._waiting.pop((call, peer.rank))
+                future.set_result(result)
             case StageEnded(stage):
                 self._starting.end(peer.rank, stage, time.monotonic())
             case StepFailed(message):
@@ -386,28 +384,21 @@ class Peers:
             self._lose(failed)
 
     def _lose(self, message: str) -> None:
-        if self._closing or not self._give_up(EngineDead(message)):
-            return
-        self._ring.closed = True
+        with self._lock:
+            if self._trouble is not None or self._closing:
+                return
+            self._trouble = EngineDead(message)
+            self._ring.closed = True
+            waiting = list(self._waiting.values())
+            self._waiting.clear()
         logger.critical("%s: the engine ends", message)
         for peer in self._peers:  # none can go on without the others
             peer.process.kill()
+        for future in waiting:
+            future.set_exception(self._trouble)
         self._on_lost()
         if self._ranks is not None:
             self._ranks.abandon(lambda: self._closing)
-
-    def _give_up(self, why: EngineDead) -> bool:
-        """Let nobody ask the ranks any more, or wait for an answer. Returns False if that was done
-        before."""
-        with self._lock:
-            if self._trouble is not None:
-                return False
-            self._trouble = why
-            waiting = list(self._waiting.values())
-            self._waiting.clear()
-        for future in waiting:
-            future.set_exception(why)
-        return True
 
 
 def _results(asked: Sequence[Future[Any]]) -> list[Any]:
