@@ -35,10 +35,11 @@ from weft.grammar.matcher import GrammarMatcher
 from weft.grammar.processes import CompilerProcesses
 from weft.grammar.vocabulary import Vocabulary
 from weft.text import Tokenizer, load_tokenizer
+from weft.text.calls.forms import schemas_of, tools_schema
 from weft.text.chat_parser import ChatParser
 from weft.text.either import EitherParser, begins_of_calls, calls_or
 from weft.text.harmony import HarmonyParser
-from weft.text.tools import TOOL_FORMATS, schemas_of, tools_schema
+from weft.text.tools import TOOL_FORMATS
 
 PADDING = 50
 """Rows that the model has beyond the tokenizer's vocabulary."""
@@ -663,7 +664,7 @@ def calling() -> Iterator[Bench]:
     as_tokens = [mark for mark in marks if mark[:2] in ("<|", "[T")]
     for style in TOOL_FORMATS.values():
         as_tokens += style.marks if style.syntax == "gemma" else ()
-    as_tokens += ["<|START_RESPONSE|>", "<|eos|>"]
+    as_tokens += ["<|START_RESPONSE|>", "<|content|>", "<|eos|>"]
     special = [AddedToken(mark, special=True) for mark in dict.fromkeys(as_tokens)]
     hf.add_tokens(special, special_tokens=True)
     hf.eos_token = "<|eos|>"  # harmony ends thoughts with this model's own
@@ -734,7 +735,11 @@ FORMS = [
     (StructuredOutputs(choice=("yes", "<tool>", "commentary")), "commentary"),
     (StructuredOutputs(grammar='root ::= "x" y\ny ::= "y" | "[" y "]"'), "x[[y]]"),
 ]
-HEADS = {"cohere": "<|START_RESPONSE|>", "harmony": "<|channel|>final<|message|>"}
+HEADS = {
+    "cohere": "<|START_RESPONSE|>",
+    "harmony": "<|channel|>final<|message|>",
+    "solar_open": "<|content|>",
+}
 
 
 def allows(bench: Bench, spec: StructuredOutputs, ids: list[int]) -> bool:
@@ -753,7 +758,9 @@ def said(tool_format: str, text: str) -> tuple[str, list[str]]:
     if tool_format != "harmony":
         begins = begins_of_calls(TOOLS, tool_format)
         parser = EitherParser(tool_format, None, False, schemas_of(TOOLS), begins)
-    piece = parser.flush(parser.feed(text.removeprefix("<|START_RESPONSE|>")))  # it does not show
+    if tool_format != "harmony":
+        text = text.removeprefix(HEADS.get(tool_format, ""))  # it does not show
+    piece = parser.flush(parser.feed(text))
     calls: dict[int, str] = {}
     for call in piece.tool_calls:
         calls[call.index] = calls.get(call.index, "") + call.arguments

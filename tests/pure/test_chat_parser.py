@@ -12,11 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from weft.core.errors import InvalidRequest
+from weft.text.calls.forms import tools_schema
 from weft.text.chat_parser import ChatParser
 from weft.text.harmony import HarmonyParser
 from weft.text.json_stream import JsonObject, WholePairs
 from weft.text.reasoning import REASONING, detect_reasoning, opens_reasoning
-from weft.text.tools import TOOL_FORMATS, detect_tool_format, tools_schema
+from weft.text.tools import TOOL_FORMATS, detect_tool_format
 
 ARGUMENTS = '{"a": "}\\"<tool_call>", "b": [1, 2]}'
 HERMES = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -125,7 +126,7 @@ def test_reasoning(text: str, opened: bool, reasoning: str, content: str) -> Non
 
 @pytest.mark.parametrize("style", list(REASONING))
 def test_reasoning_of_each_style(style: str) -> None:
-    begin, end, _ = REASONING[style]
+    begin, end = REASONING[style][:2]
     text = f"{begin}\nhm <think\n{end}yes"
     for pieces in ([text], list(text)):
         assert parse(pieces, None, style) == Parsed("yes", "hm <think")
@@ -203,7 +204,7 @@ def test_reasoning_streams_but_for_what_may_be_its_end() -> None:
             [("f", '{"n": "x", "o": null, "s": true}')],
         ),
         ("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>", "", [("g", "{}")]),
-        ("qwen3_coder", "<tool_call><function=g><parameter=n>4", "", [("g", "{")]),
+        ("qwen3_coder", "<tool_call><function=g><parameter=n>4", "", [("g", '{"n": "4')]),
         ("qwen3_coder", "<tool_call><function></tool_call>", None, []),
         ("qwen3_coder", "a <tool_call> b", None, []),
         (
@@ -496,7 +497,33 @@ def read_hermes(text: str) -> Parsed:
         ("'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4_mini_json", None),
         ("[gMASK]<sop><|observation|>", "glm4", None),
         ("[gMASK]<sop>{{ item['tools'] }}<|observation|>", None, None),
-        ("{{ '</think>' }}<tool_call>{{ name }}<arg_key>a</arg_key><|observation|>", None, "think"),
+        (
+            "{{ '</think>' }}<tool_call>{name}<arg_key>{{ '\\n<tool_call>' + name }}<|observation|>",
+            "glm45",
+            "think",
+        ),
+        (
+            "<tool_call>{name}<arg_key>{k}{{- '<tool_call>' + tc.name -}}<|observation|>",
+            "glm47",
+            None,
+        ),
+        ("<minimax:tool_call>{{ '<response>' }}{{ '</think>' }}", "minimax_m2", "think"),
+        ("<tool_calls><tool_call>f</tool_call>{{ '<answer>' }}</think>", "hunyuan", "think_answer"),
+        ("<tool_calls><tool_call>f<tool_sep><arg_key>", None, None),
+        ("<tool_call>{{ '<response>' }}</think>", "hermes", "think_response"),
+        ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_v11", None),
+        ("<|think|>{{ thought }}<|end|><|content|><|tool_call:begin|>", "solar_open", "solar_open"),
+        ("<|user|>{{ content }}<|end|>", None, None),
+        (
+            "{{ tools }}<|start_of_role|>tools<|end_of_role|>Here is my response:",
+            "granite",
+            "granite",
+        ),
+        ("'<｜tool▁calls▁begin｜>' + type + '<｜tool▁sep｜>' + '```json'", "deepseek_v3", None),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ '</think>' }}", "deepseek_v31", "think"),
+        ("'<|im_system|>tool_declare<|im_middle|>' {{ tools }}", "kimi_k2", None),
+        ("{% if tools %}<AVAILABLE_TOOLS><TOOLCALL>[", "nemotron_json", None),
+        ("List of tools: <|tool_list_start|>[", "lfm2", None),
         ("respond only with <|tool_call|> followed by a list", "granite", None),
         ("<seed:tool_call>\n<function=f>, </seed:think>", "seed_oss", "seed_oss"),
         ("{{ messages[0].content }}", None, None),
@@ -505,6 +532,14 @@ def read_hermes(text: str) -> Parsed:
 def test_detection(template: str, tool_format: str | None, reasoning: str | None) -> None:
     assert detect_tool_format(template) == tool_format
     assert detect_reasoning(template) == reasoning
+
+
+def test_a_template_may_show_nothing_that_the_vocabulary_does() -> None:
+    def has_token(mark: str) -> bool:
+        return mark == "<|tool_call_start|>"
+
+    assert detect_tool_format("List of tools: {{ tools | tojson }}", has_token) == "lfm2"
+    assert detect_tool_format("{{ messages }}", has_token) is None
 
 
 def test_a_prompt_may_open_the_reasoning() -> None:

@@ -32,12 +32,13 @@ from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.serving import Pinned
 from weft.text import OutputDelta
-from weft.text.chat_parser import ChatParser, Piece, TextDelta, ToolCallDelta
+from weft.text.calls.forms import schemas_of, tools_schema
+from weft.text.chat_parser import ChatParser
 from weft.text.either import EitherParser, calls_or
 from weft.text.harmony import HarmonyParser
 from weft.text.json_stream import WholePairs, is_json
+from weft.text.pieces import Piece, TextDelta, ToolCallDelta
 from weft.text.reasoning import REASONING, opens_reasoning
-from weft.text.tools import schemas_of, tools_schema
 
 _TAIL_TOKENS = 16
 """Enough of a prompt's end to see whether it opens or closes the reasoning."""

@@ -16,7 +16,7 @@ from weft.api.messages_body import FIELDS, CountTokensBody, MessagesBody
 from weft.api.reading import read_request
 from weft.api.routes_chat import Reader, Turn
 from weft.api.service import Output, Service
-from weft.text.chat_parser import Piece, TextDelta, ToolCallDelta
+from weft.text.pieces import Piece, TextDelta, ToolCallDelta
 
 Event = dict[str, Any]
 

@@ -23,7 +23,7 @@ from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
 from weft.api.stored import StoredResponse, StoredResponses, id_of_item
 from weft.text import OutputDelta
-from weft.text.chat_parser import Piece, TextDelta, ToolCallDelta
+from weft.text.pieces import Piece, TextDelta, ToolCallDelta
 
 Event = dict[str, Any]
 

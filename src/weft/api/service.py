@@ -79,7 +79,9 @@ class Dialect:
         template = tokenizer.chat_template or ""
         tool_format, reasoning = settings.tool_call_parser, settings.reasoning_parser
         if tool_format == "auto":
-            tool_format = detect_tool_format(template)
+            tool_format = detect_tool_format(
+                template, lambda mark: tokenizer.mark_id(mark) is not None
+            )
         if reasoning == "auto":
             reasoning = detect_reasoning(template)
         first = end = begin = None

@@ -184,9 +184,21 @@ class Compiler:
             return {**tag, "pattern": enforceable_regex(tag["pattern"])}
         if kind == "token" and isinstance(tag.get("token"), str):
             return {**tag, "token": self._token_id(tag["token"])}
+        if kind == "mark":
+            return self._mark(tag["mark"])
         if kind == "qwen_xml_parameter":
             raise refusal("'qwen_xml_parameter' in a structural tag is not supported")
-        return {key: self._tag(value, form) for key, value in tag.items()}
+        made = {key: self._tag(value, form) for key, value in tag.items()}
+        if kind == "tag" and isinstance(made.get("end"), dict):
+            made["end"] = made["end"].get("value", made["end"])
+        return made
+
+    def _mark(self, mark: str) -> dict[str, Any]:
+        """A mark of calls, which is a special token of some tokenizers and text for others."""
+        token_id = self.vocabulary.id_of_special.get(mark)
+        if token_id is None:
+            return {"type": "const_string", "value": mark}
+        return {"type": "token", "token": token_id}
 
     def _token_id(self, name: str) -> int:
         token_id = self.vocabulary.id_of_special.get(name)

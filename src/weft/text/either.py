@@ -8,13 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from weft.core.sampling import StructuredOutputs
-from weft.text.chat_parser import ChatParser, Piece
-from weft.text.tools import TOOL_FORMATS, as_tag, calls_part, sequence_of, text_part, token_part
+from weft.text.calls.forms import as_tag, calls_part
+from weft.text.calls.template import mark_part, sequence_of, text_part
+from weft.text.chat_parser import ChatParser
+from weft.text.pieces import Piece
+from weft.text.tools import TOOL_FORMATS
 
-_CHANNEL, _MESSAGE = token_part("<|channel|>"), token_part("<|message|>")
+_CHANNEL, _MESSAGE = mark_part("<|channel|>"), mark_part("<|message|>")
 _HEADS: dict[str, tuple[dict[str, Any], ...]] = {
-    "cohere": (token_part("<|START_RESPONSE|>"),),
+    "cohere": (mark_part("<|START_RESPONSE|>"),),
     "harmony": (_CHANNEL, text_part("final"), _MESSAGE),
+    "solar_open": (mark_part("<|content|>"),),
 }
 """What models write before an answer that is no call. Without it they would hardly ever choose
 one, as the mark that they know is missing."""
@@ -23,8 +27,8 @@ _THOUGHTS = sequence_of(
     text_part("analysis"),
     _MESSAGE,
     {"type": "regex", "pattern": "([^<]|<+[^<|])*"},
-    token_part("<|end|>"),
-    token_part("<|start|>"),
+    mark_part("<|end|>"),
+    mark_part("<|start|>"),
     text_part("assistant"),
 )
 """A message of harmony's that is reasoning, and the beginning of the next."""
@@ -46,11 +50,11 @@ def begins_of_calls(tools: list[dict[str, Any]], format: str) -> tuple[str, ...]
     """The texts that calls of the tools begin with. Harmony needs none to tell calls from text, as
     its messages have headers."""
     style = TOOL_FORMATS[format]
-    if style.syntax == "named":
+    if style.bare and style.syntax == "named":
         return tuple(f"{tool['function']['name']}\n" for tool in tools)
     if style.bare:
-        return (f'{{"{style.name}"',)
-    return () if format == "harmony" else (style.begin,)
+        return ('{"name"',)
+    return () if format == "harmony" else style.begins
 
 
 class EitherParser(ChatParser):

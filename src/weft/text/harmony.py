@@ -11,7 +11,7 @@ import re
 import secrets
 from typing import Literal
 
-from weft.text.chat_parser import Piece, TextKind, ToolCallDelta, held, in_parts
+from weft.text.pieces import Piece, TextKind, ToolCallDelta, held, in_parts
 from weft.text.tools import TOOL_FORMATS
 
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"

@@ -1,0 +1,91 @@
+"""Values of arguments that are not written as JSON: which are text, and what JSON others become."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+from weft.text.json_stream import is_json
+
+_NOT_BARE = frozenset({"minLength", "maxLength", "pattern", "const", "anyOf", "oneOf", "allOf"})
+_KINDS = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
+_CONSTANTS = {"true": "True", "false": "False", "null": "None"}
+_MAX_LITERAL = 10_000
+"""Characters of a Python value that is no JSON."""
+_RAW = str.maketrans({"\n": "\\n", "\r": "\\r", "\0": "\\0"})
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_KNOWN = "\\'\"abfnrtvxuUN01234567\n"
+"""What may follow a backslash in Python."""
+
+
+def is_bare(schema: Any) -> bool:
+    """Whether a model writes a value of this schema without quotes: any string, or a listed one."""
+    if not isinstance(schema, dict):
+        return False
+    return schema.get("type") == "string" and _NOT_BARE.isdisjoint(schema)
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a value of this schema is text, whatever it looks like. So are unknown ones."""
+    return not isinstance(schema, dict) or is_bare(schema)
+
+
+def by_schema(value: str, schema: Any) -> str:
+    """A value as JSON: a string, unless the schema allows another type and the value has it."""
+    text = None if is_text(schema) else literal(value.strip())
+    if text is not None:
+        kinds = _kinds(schema)
+        if "string" not in kinds or _kind_of(json.loads(text)) in kinds:
+            return text
+    return json.dumps(value, ensure_ascii=False)
+
+
+def by_itself(value: str) -> str:
+    """A value as JSON: what it is by itself, or else text, whose quotes may hold others that nothing
+    escapes."""
+    text = literal(value)
+    if text is None:
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+        text = json.dumps(value[1:-1] if quoted else value, ensure_ascii=False)
+    return text
+
+
+def literal(value: str) -> str | None:
+    """What is JSON already, or what Python reads as a literal, as JSON; None if it is neither. Text
+    in quotes may go over several lines."""
+    if is_json(value):
+        return value
+    if len(value) > _MAX_LITERAL:
+        return None
+    escaped = _ESCAPE.sub(lambda pair: ("" if pair[1] in _KNOWN else "\\") + pair[0], value)
+    for text in dict.fromkeys((_CONSTANTS.get(value, escaped), escaped.translate(_RAW))):
+        try:
+            found = ast.literal_eval(text)
+            listed = sorted(found, key=repr) if isinstance(found, set) else found
+            written = json.dumps(listed, ensure_ascii=False, allow_nan=False)
+            return written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, Warning):
+            pass
+    return None
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types of the values that a schema allows; empty if it does not say."""
+    schema = schema if isinstance(schema, dict) else {}
+    stated, branches = schema.get("type"), schema.get("anyOf") or schema.get("oneOf")
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if stated is not None:
+        kinds = set(map(str, stated if isinstance(stated, list) else [stated]))
+    elif isinstance(branches, list):
+        kinds = set[str]().union(*map(_kinds, branches))
+    else:
+        kinds = set(map(_kind_of, listed)) if isinstance(listed, list) else set()
+    return kinds | ({"integer"} if "number" in kinds else set())
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    return _KINDS.get(type(value), "null")
