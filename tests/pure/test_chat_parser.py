@@ -225,7 +225,7 @@ def test_reasoning_streams_but_for_what_may_be_its_end() -> None:
         ("phi4_mini_json", f"{PHI}\nDone", "\nDone", ["g", "h"]),
         ("gemma4", GEMMA, "", [("f", GEMMA_ARGUMENTS), ("g", "{}")]),
         ("gemma4", f"So:\n{GEMMA}", "So:", ["f", "g"]),
-        ("gemma4", '<|tool_call>call:g{k:<|"|>a', "", [("g", '{"k": ')]),
+        ("gemma4", '<|tool_call>call:g{k:<|"|>a<|', "", [("g", '{"k": "a')]),
         (
             "gemma4",
             "<|tool_call>call:g{k:[1,],l:{,},}<tool_call|>",
@@ -249,6 +249,7 @@ def test_reasoning_streams_but_for_what_may_be_its_end() -> None:
         ),
         ("olmo3", "<function_calls>g(a='\\ud83d\\ude00\\ud83d')", "", [("g", '{"a": "😀\ufffd"}')]),
         ("olmo3", "<function_calls>g(a=null, b=plain)", "", [("g", '{"a": null, "b": "plain"}')]),
+        ("olmo3", "<function_calls>g(a='x\\'y", "", [("g", '{"a": "x\'y')]),
         ("olmo3", "<function_calls>none here</function_calls>", None, []),
         ("glm4", 'f\n{"a": 1}', "", [("f", '{"a": 1}')]),
         ("glm4", 'f\n{"a": 1}<|assistant|>f\n{}', "", [("f", '{"a": 1}'), ("f", "{}")]),
@@ -339,6 +340,14 @@ FRAGMENTS = st.sampled_from(
         *('{"name": "f", "arguments": {}}', HERMES, XML, HARMONY, "<function=f>", "</function>"),
         *("<parameter=n>", "</parameter>", "<|channel|>", "final", "<|message|>", "<|start|>"),
         *(" to=functions.f", "<|end|>", "<|call|>", "<|tool_call|>", "<|START_ACTION|>"),
+        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "f\n", "<invoke name=", "f("),
+        *(
+            "<tool_calls>",
+            "<|tool_calls|>",
+            "<|tool_call:begin|>",
+            "<|tool_call_start|>",
+            "```json",
+        ),
     ]
 )
 
@@ -498,7 +507,7 @@ def read_hermes(text: str) -> Parsed:
         ("[gMASK]<sop><|observation|>", "glm4", None),
         ("[gMASK]<sop>{{ item['tools'] }}<|observation|>", None, None),
         (
-            "{{ '</think>' }}<tool_call>{name}<arg_key>{{ '\\n<tool_call>' + name }}<|observation|>",
+            "{{ '</think>' }}<tool_call>{f}<arg_key>{{ '\\n<tool_call>' + name }}<|observation|>",
             "glm45",
             "think",
         ),
@@ -545,6 +554,7 @@ def test_a_template_may_show_nothing_that_the_vocabulary_does() -> None:
 def test_a_prompt_may_open_the_reasoning() -> None:
     assert opens_reasoning("<|im_start|>assistant\n<think>\n", "think")
     assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n", "think")
+    assert opens_reasoning("assistant\n<seed:think><seed:cot_budget_reflect>", "seed_oss")
 
 
 def test_marks_are_those_that_must_show() -> None:

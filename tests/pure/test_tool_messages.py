@@ -65,3 +65,31 @@ def test_other_templates_get_the_messages_as_they_are() -> None:
     for template in ("{{ tools }}{{ messages }}", OLMO + "{% if tools %}{% endif %}"):
         assert not reads_fields(template)
         assert with_fields(ASKED, template, TOOLS) == ASKED
+
+
+def test_calls_of_kimi_have_numbers() -> None:
+    asked: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": [{"id": "a", **CALL}, {"id": "b", **CALL}]},
+        {"role": "tool", "tool_call_id": "b", "content": "7"},
+        {"role": "tool", "tool_call_id": "other", "content": "8"},
+        {"role": "assistant", "tool_calls": [{"id": "a", **CALL}]},
+        {"role": "tool", "tool_call_id": "a", "content": "9"},
+    ]
+    first, *results = with_fields(asked, "{{ tools }}## Return of {{ m.tool_call_id }}", TOOLS)
+    assert [call["id"] for call in first["tool_calls"]] == ["functions.f:0", "functions.f:1"]
+    assert [m.get("tool_call_id") for m in results] == [
+        "functions.f:1",
+        "other",
+        None,
+        "functions.f:2",
+    ]
+
+
+def test_arguments_are_text_where_a_template_adds_them_to_text() -> None:
+    deepseek = "{{ tools }}{{ '<｜tool▁sep｜>' + tool['function']['arguments'] + '\\n' }}"
+    _, called, _ = with_fields(ASKED, deepseek, TOOLS)
+    for call in called["tool_calls"]:
+        assert json.loads(call["function"]["arguments"]) == CALL["function"]["arguments"]
+        assert "é" in call["function"]["arguments"]
+    as_it_is = "{{ tools }}{{ tool['function']['arguments'] | tojson }}"
+    assert with_fields(ASKED, as_it_is, TOOLS) == ASKED

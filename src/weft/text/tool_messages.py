@@ -10,6 +10,9 @@ from typing import Any
 _OLMO = re.compile(r"message(?:\.get\('functions'|\['functions'\]|\.functions)")
 _PHI = "message['tools']"
 _GLM = re.compile(r"\.metadata\b|\['metadata'\]")
+_KIMI = "## Return of"
+_JSON_TEXT = re.compile(r"\+\s*\w+\['function'\]\['arguments'\]\s*\+")
+"""How templates of DeepSeek add a call's arguments to other text."""
 _SYSTEM = {
     "functions": "You are a helpful function-calling AI assistant.",
     "tools": "You are a helpful assistant with some tools.",
@@ -36,7 +39,12 @@ def with_fields(
     messages: Sequence[Message], template: str, tools: Sequence[Mapping[str, Any]] | None
 ) -> list[Message]:
     """The messages with the fields that the template reads, if it reads some: tools as JSON in the
-    system message, calls as the model writes them, and results in the role that it knows."""
+    system message, calls as the model writes them, and results in the role that it knows. For Kimi,
+    calls have the ids that it knows. Where a template adds arguments to text, they are text."""
+    if _KIMI in template:
+        messages = _numbered(messages)
+    if _JSON_TEXT.search(template):
+        messages = [_with_json_text(m) for m in messages]
     field = _field_of(template)
     if field is None and _GLM.search(template) and "<|observation|>" in template:
         return [each for m in messages for each in _of_glm(m)]
@@ -49,6 +57,42 @@ def with_fields(
             found.insert(0, {"role": "system", "content": _SYSTEM[field]})
         found[0] = {**found[0], field: functions}
     return found
+
+
+def _numbered(messages: Sequence[Message]) -> list[Message]:
+    """Kimi knows a call by its tool and its number in the conversation, and so do its results."""
+    found: list[Message] = []
+    ids: dict[str, str] = {}
+    num_calls = 0
+    for message in messages:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            named = []
+            for call in calls:
+                new = f"functions.{call['function']['name']}:{num_calls}"
+                ids[str(call.get("id"))] = new
+                named.append({**call, "id": new})
+                num_calls += 1
+            message = {**message, "tool_calls": named}
+        elif str(message.get("tool_call_id")) in ids:
+            message = {**message, "tool_call_id": ids[str(message["tool_call_id"])]}
+        found.append(message)
+    return found
+
+
+def _with_json_text(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    functions = [
+        {**call["function"], "arguments": _as_json(call["function"]["arguments"])} for call in calls
+    ]
+    named = [{**call, "function": f} for call, f in zip(calls, functions, strict=True)]
+    return {**message, "tool_calls": named}
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _with_calls(message: Message, field: str) -> Message:
@@ -78,9 +122,7 @@ def _of_glm(message: Message) -> list[Message]:
     if message.get("content"):
         found.append({"role": "assistant", "content": message["content"]})
     for call in calls:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+        name, arguments = call["function"]["name"], _as_json(call["function"]["arguments"])
         found.append({"role": "assistant", "metadata": name, "content": arguments})
     return found
 

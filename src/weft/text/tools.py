@@ -239,7 +239,7 @@ _SHOWN_BY: tuple[tuple[str, str | None], ...] = (
     (r"<\|/tool\|>", "phi4_mini_json"),
     (r"<\|tool_calls_section_begin\|>|<\|im_system\|>tool_declare", "kimi_k2"),
     (r"<\|tool_call:begin\|>", "solar_open"),
-    (r"<｜tool▁calls▁begin｜>(?s:.*)```json", "deepseek_v3"),
+    (r"<｜tool▁sep｜>.{0,80}```json", "deepseek_v3"),
     (r"<｜tool▁calls▁begin｜>", "deepseek_v31"),
     (r"<TOOLCALL>", "nemotron_json"),
     (r"<\|tool_call_start\|>|<\|tool_list_start\|>", "lfm2"),

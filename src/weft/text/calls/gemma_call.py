@@ -7,6 +7,7 @@ import re
 
 from weft.text.calls.read_call import ReadCall
 from weft.text.calls.values import by_itself
+from weft.text.pieces import held
 
 _HEAD = re.compile(r"call:([\w.-]{1,256})\{")
 _NAME_CHAR = re.compile(r"[\w.-]")
@@ -104,3 +105,9 @@ class GemmaCall(ReadCall):
         """Add a key, or all or the beginning or end of a value, to the arguments."""
         self.arguments.append(f", {text}" if self._follows else text)
         self._token, self._expected, self._follows = [], expected, expected == "end"
+
+    def cut_off(self) -> None:
+        if self._in_text and self._expected == "value":
+            text = "".join(self._token)
+            text = text[: len(text) - held(text, self._quote)]
+            self._write(json.dumps(text, ensure_ascii=False)[:-1], "end")

@@ -6,7 +6,7 @@ import json
 import re
 
 from weft.text.calls.read_call import ReadCall
-from weft.text.calls.values import by_itself
+from weft.text.calls.values import by_itself, literal
 
 _HEAD = re.compile(r"([\w.-]{1,256})\(")
 _NAME_CHAR = re.compile(r"[\w.-]")
@@ -83,3 +83,10 @@ class PythonCall(ReadCall):
         self.done = char == ")"
         self.arguments.append("}" if self.done else "")
         return bool(value)
+
+    def cut_off(self) -> None:
+        if self._quote and not self._open:
+            text = literal("".join(self._token).strip() + ("" if self._may_end else self._quote))
+            key = json.dumps(self._key, ensure_ascii=False)
+            if text is not None:
+                self.arguments.append(f"{self._separator}{key}: {text[:-1]}")

@@ -43,8 +43,8 @@ def by_schema(value: str, schema: Any) -> str:
 
 
 def by_itself(value: str) -> str:
-    """A value as JSON: what it is by itself, or else text, whose quotes may hold others that nothing
-    escapes."""
+    """A value as JSON: what it is by itself, or else text. Quotes around it may hold others that
+    nothing escapes."""
     text = literal(value)
     if text is None:
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
