@@ -709,7 +709,7 @@ VALUES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("tool_format", ["qwen3_coder", "gemma4", "olmo3"])
+@pytest.mark.parametrize("tool_format", ["qwen3_coder", "glm47", "minimax_m2", "gemma4", "olmo3"])
 @pytest.mark.parametrize("value", VALUES)
 def test_arguments_satisfy_their_schema_where_they_are_not_json(
     calling: Bench, tool_format: str, value: dict[str, Any]

@@ -586,6 +586,8 @@ def nested(depth: int) -> dict[str, object]:
 
 ODD_KEYS = [
     *(("qwen3_coder", key) for key in ("a>b", "a\nb", "")),
+    *(("glm45", key) for key in ("a<b", "a\nb", "")),
+    *(("minimax_m2", key) for key in ('a"b', "a\nb", "")),
     *(("gemma4", key) for key in ("a:b", "a,b", "a}", "a]", " a", '<|"|>a', "")),
     *(("olmo3", key) for key in ("a=b", ")a", "a\n", "")),
 ]
@@ -613,6 +615,11 @@ ODD_KEYS = [
             {"properties": {"p": {"type": "string", "enum": ["</parameter>"]}}},
             "text",
         ),
+        (
+            "glm47",
+            {"properties": {"p": {"type": "string", "enum": ["</arg_value>"]}}},
+            "a text with '</arg_value>'",
+        ),
         ("gemma4", {"properties": {"p": {"enum": ['a<|"|>']}}}, "a text with"),
         *(
             (form, {"properties": {key: {}}}, f"a property called {key!r}")
@@ -630,7 +637,8 @@ def test_what_a_call_can_not_be_held_to_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("tool_format", "mark"), [("qwen3_coder", "</parameter>"), ("gemma4", '<|"|>')]
+    ("tool_format", "mark"),
+    [("qwen3_coder", "</parameter>"), ("glm45", "</arg_value>"), ("gemma4", '<|"|>')],
 )
 def test_text_of_a_call_can_not_hold_the_mark_at_its_end(tool_format: str, mark: str) -> None:
     parameters = {"properties": {"p": {"type": "string"}}, "required": ["p"]}
@@ -692,6 +700,12 @@ def test_a_name_that_is_none_is_content_at_once(tool_format: str, text: str) -> 
         ("mistral", "[TOOL_CALLS]a"),
         ("harmony", "<|message|><|end|>"),
         ("glm4", "<|assistant|>"),
+        ("glm45", "<tool_call>f\n<"),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key><arg_value>" + "<" * 40_000),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions."),
+        ("mistral_v11", "[TOOL_CALLS]" + "a" * 250 + "[CALL_ID]"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>" + " " * 40_000),
+        ("lfm2", "<|tool_call_start|>[f(a='" + "' " * 40_000),
         ("olmo3", "<function_calls>f(" + " " * 40_000),
         ("olmo3", "<function_calls>f(a" + " " * 40_000),
         ("gemma4", "<|tool_call>call:f{" + " " * 40_000),

@@ -173,6 +173,8 @@ class Compiler:
         if not isinstance(tag, dict):
             return tag
         kind = tag.get("type")
+        if kind is None and isinstance(tag.get("mark"), str):
+            return self._mark(tag["mark"])
         if kind == "form" and form is not None:
             return self._tag(form)
         if kind == "json_schema":
@@ -184,13 +186,13 @@ class Compiler:
             return {**tag, "pattern": enforceable_regex(tag["pattern"])}
         if kind == "token" and isinstance(tag.get("token"), str):
             return {**tag, "token": self._token_id(tag["token"])}
-        if kind == "mark":
-            return self._mark(tag["mark"])
         if kind == "qwen_xml_parameter":
             raise refusal("'qwen_xml_parameter' in a structural tag is not supported")
         made = {key: self._tag(value, form) for key, value in tag.items()}
-        if kind == "tag" and isinstance(made.get("end"), dict):
-            made["end"] = made["end"].get("value", made["end"])
+        if kind == "tag":  # its ends are texts or tokens
+            for key in ("begin", "end"):
+                end = made.get(key)
+                made[key] = end.get("value", end) if isinstance(end, dict) else end
         return made
 
     def _mark(self, mark: str) -> dict[str, Any]:

@@ -65,12 +65,12 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tag(call: dict[str, Any]) -> dict[str, Any]:
-    """A call as a tag, which ends with the call's last text or mark: xgrammar wants to know how
+    """A call as a tag between the call's first and last texts or marks. xgrammar wants to know how
     contents end that may have any length."""
-    *parts, last = call["elements"]
-    end = last if "mark" in last else last.get("value", "")
-    content = sequence_of(*parts) if end else call
-    return {"type": "tag", "begin": "", "content": content, "end": end}
+    first, *parts = call["elements"]
+    begin, end = (part if "mark" in part else part.get("value", "") for part in (first, parts[-1]))
+    content = sequence_of(*([] if begin else [first]), *(parts[:-1] if end else parts))
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def _between_marks(style: ToolFormat, content: dict[str, Any]) -> dict[str, Any]:

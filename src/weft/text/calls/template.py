@@ -71,7 +71,7 @@ def sequence_of(*elements: dict[str, Any]) -> dict[str, Any]:
     """These parts one after the other. Texts beside each other become one."""
     flat: list[dict[str, Any]] = []
     for element in elements:
-        flat += element["elements"] if element["type"] == "sequence" else [element]
+        flat += element["elements"] if element.get("type") == "sequence" else [element]
     merged: list[dict[str, Any]] = []
     for element in flat:
         if "value" in element and merged and "value" in merged[-1]:
@@ -87,7 +87,7 @@ def text_part(value: str) -> dict[str, Any]:
 
 def mark_part(mark: str) -> dict[str, Any]:
     """A mark: the special token of that name, or text if the tokenizer has no such token."""
-    return {"type": "mark", "mark": mark}
+    return {"mark": mark}
 
 
 def marked_parts(text: str) -> list[dict[str, Any]]:
