@@ -334,6 +334,19 @@ def test_what_is_a_call_and_what_is_not(
         assert (found.content, found.calls) == (text if content is None else content, calls)
 
 
+@pytest.mark.parametrize(("tool_format", "text"), BOTH)
+def test_the_mark_before_calls_may_be_missing(tool_format: str, text: str) -> None:
+    style = TOOL_FORMATS[tool_format]
+    if not style.lead or style.lead not in text:
+        return
+    text = f"So:\n{text.replace(style.begin, '').lstrip()}\nDone."
+    whole = read([text], tool_format)
+    assert [name for name, _ in whole.calls] == ["get_weather", "now"]
+    assert read(list(text), tool_format) == whole
+    lead = f"Write {style.lead} so."
+    assert read([lead], tool_format) == read(list(lead), tool_format) == Read(lead)
+
+
 def test_text_of_a_parameter_streams() -> None:
     parser = ChatParser("glm45", None, schemas=SCHEMAS)
     assert parser.feed("<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Pa").tool_calls

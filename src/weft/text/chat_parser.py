@@ -143,17 +143,19 @@ class ChatParser:
             found = self._named_at_start(final)
             if found is not None:
                 return found
-        begins = [(at, mark) for mark in style.begins if (at := text.find(mark)) >= 0]
+        marks = (*style.begins, style.lead) if style.lead else style.begins
+        begins = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
         if begins:
             begin, mark = min(begins)
             before = len(text[:begin].rstrip())
             self._write(piece, before)
-            return self._begin_call(begin - before + len(mark))
+            self._begin_call(begin - before + len(mark))
+            return mark != style.lead or self._begin_with(mark)
         if final:
             self._write(piece, len(text) if text.strip() or self._is_content else 0)
             self._text = ""
         else:
-            num_held = max(held(text, mark) for mark in style.begins)
+            num_held = max(held(text, mark) for mark in marks)
             self._write(piece, len(text[: len(text) - num_held].rstrip()))
         return False
 
@@ -179,6 +181,13 @@ class ChatParser:
         self._raw = []
         self._step = self._open_call
         return True
+
+    def _begin_with(self, lead: str) -> bool:
+        """Read a call that has begun with this, without a mark before it."""
+        self._call = self._new_call(lead[0])
+        assert self._call is not None
+        self._step = self._read_call
+        return all(self._call.feed(char) for char in lead)
 
     def _open_call(self, piece: Piece, final: bool) -> bool:
         assert self._format is not None

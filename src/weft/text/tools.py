@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weft.text.calls.template import marks_of
+from weft.text.calls.template import marks_of, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,15 @@ class ToolFormat:
     def begins(self) -> tuple[str, ...]:
         """All marks that may stand before a call."""
         return (self.begin, *self.also_begin)
+
+    @property
+    def lead(self) -> str:
+        """What a call itself begins with, if nothing else does: some models forget the mark before
+        it."""
+        lead = split(self.call)[0].strip()
+        if self.syntax == "named":
+            lead = next((mark for mark in marks_of(lead) if lead.startswith(mark)), "")
+        return lead if self.syntax in ("named", "xml") else ""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -206,7 +215,7 @@ TOOL_FORMATS = {
     ),
     "glm4": ToolFormat("<|assistant|>", "{name}\n{arguments}", syntax="named", bare=True),
     "harmony": ToolFormat(
-        "<|channel|>",
+        "<|channel|>",  # and the other marks of messages
         "<|start|><|constrain|><|message|><|end|><|call|><|return|>",
         syntax="harmony",
     ),
