@@ -9,7 +9,7 @@ from typing import get_args
 
 import models_page
 
-from weft.cli.args import ReasoningParser, ToolCallParser
+from weft.cli.formats import ReasoningParser, ToolCallParser
 from weft.models.families import FAMILIES
 from weft.text.reasoning import REASONING
 from weft.text.tools import TOOL_FORMATS

@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
 
+from weft.cli.formats import ReasoningParser, ToolCallParser, names_of
 from weft.core.config import KvEventsArgs
 from weft.core.errors import ConfigError
 from weft.core.folders import at_home
@@ -27,55 +28,6 @@ if TYPE_CHECKING:
     from weft.registry.shared import SharedRegistry
     from weft.registry.shared_tenants import SharedTenants
     from weft.registry.tenants_file import TenantsFile
-
-ToolCallParser = Literal[
-    "auto",
-    "none",
-    "hermes",
-    "llama3_json",
-    "mistral",
-    "mistral_v11",
-    "qwen3_coder",
-    "seed_oss",
-    "minimax_m2",
-    "glm45",
-    "glm47",
-    "granite",
-    "cohere",
-    "phi4_mini_json",
-    "nemotron_json",
-    "gemma4",
-    "functiongemma",
-    "olmo3",
-    "lfm2",
-    "deepseek_v3",
-    "deepseek_v31",
-    "kimi_k2",
-    "solar_open",
-    "hunyuan",
-    "glm4",
-    "harmony",
-]
-"""auto, none, and the names in `weft.text.tools.TOOL_FORMATS`, which takes longer to import."""
-ReasoningParser = Literal[
-    "auto",
-    "none",
-    "think",
-    "think_answer",
-    "think_response",
-    "mistral",
-    "seed_oss",
-    "cohere",
-    "gemma4",
-    "granite",
-    "solar_open",
-]
-"""auto, none, and the names in `weft.text.reasoning.REASONING`."""
-
-
-def _names(choices: object) -> str:
-    return ", ".join(get_args(choices)[1:])
-
 
 HTTP = "HTTP server"
 FLEET = "Fleet"
@@ -126,10 +78,10 @@ _HELP = {
     "--request-timeout": "Abort answers that take longer than this. Default: no limit.",
     "--max-connections-per-address": "Number of connections that one address may have. 0: any"
     " number, for servers behind a proxy. Default: half of what the limit of open files allows.",
-    "--tool-call-parser": f"The format in which the model calls tools: {_names(ToolCallParser)}."
+    "--tool-call-parser": f"The format in which the model calls tools: {names_of(ToolCallParser)}."
     " auto: recognise it by the chat template.",
     "--reasoning-parser": "How the model marks its reasoning, so that it is separated from the"
-    f" answer: {_names(ReasoningParser)}. think: <think> and </think>. auto: recognise it by the"
+    f" answer: {names_of(ReasoningParser)}. think: <think> and </think>. auto: recognise it by the"
     " chat template.",
     "--shutdown-timeout": "On shutdown, wait this long for open requests to finish.",
     "--watchdog-timeout": "Restart the engine if one step takes longer than this, because it"
