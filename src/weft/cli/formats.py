@@ -1,4 +1,4 @@
-"""The names of formats that flags may have. The modules that have the formats take long to import."""
+"""The names of formats that flags may have. The formats themselves take longer to import."""
 
 from __future__ import annotations
 
