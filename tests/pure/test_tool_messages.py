@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -83,6 +84,22 @@ def test_calls_of_kimi_have_numbers() -> None:
         None,
         "functions.f:2",
     ]
+
+
+def test_calls_of_mistral_have_nine_characters() -> None:
+    mistral = "{{ tools }}{%- if tool_call.id is not string or tool_call.id|length != 9 %}"
+    asked: list[dict[str, Any]] = [
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "call_1", **CALL}, {"id": "abcDEF123", **CALL}],
+        },
+        {"role": "tool", "tool_call_id": "abcDEF123", "content": "7"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "8"},
+    ]
+    called, second, first = with_fields(asked, mistral, TOOLS)
+    new, kept = (call["id"] for call in called["tool_calls"])
+    assert re.fullmatch("[0-9a-f]{9}", new) and kept == "abcDEF123"
+    assert (first["tool_call_id"], second["tool_call_id"]) == (new, kept)
 
 
 def test_arguments_are_text_where_a_template_adds_them_to_text() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _OLMO = re.compile(r"message(?:\.get\('functions'|\['functions'\]|\.functions)")
 _PHI = "message['tools']"
 _GLM = re.compile(r"\.metadata\b|\['metadata'\]")
 _KIMI = "## Return of"
+_MISTRAL = re.compile(r"\|\s*length\s*!=\s*9\b")
 _JSON_TEXT = re.compile(r"\+\s*\w+\['function'\]\['arguments'\]\s*\+")
 """How templates of DeepSeek add a call's arguments to other text."""
 _SYSTEM = {
@@ -39,10 +41,13 @@ def with_fields(
     messages: Sequence[Message], template: str, tools: Sequence[Mapping[str, Any]] | None
 ) -> list[Message]:
     """The messages with the fields that the template reads, if it reads some: tools as JSON in the
-    system message, calls as the model writes them, and results in the role that it knows. For Kimi,
-    calls have the ids that it knows. Where a template adds arguments to text, they are text."""
+    system message, calls as the model writes them, and results in the role that it knows. For Kimi
+    and Mistral, calls have ids as they know them. Where a template adds arguments to text, they are
+    text."""
     if _KIMI in template:
-        messages = _numbered(messages)
+        messages = _with_ids(messages, lambda call, n: f"functions.{call['function']['name']}:{n}")
+    elif _MISTRAL.search(template):
+        messages = _with_ids(messages, lambda call, n: _of_mistral(str(call.get("id"))))
     if _JSON_TEXT.search(template):
         messages = [_with_json_text(m) for m in messages]
     field = _field_of(template)
@@ -59,8 +64,11 @@ def with_fields(
     return found
 
 
-def _numbered(messages: Sequence[Message]) -> list[Message]:
-    """Kimi knows a call by its tool and its number in the conversation, and so do its results."""
+def _with_ids(
+    messages: Sequence[Message], new_id: Callable[[Mapping[str, Any], int], str]
+) -> list[Message]:
+    """The messages with other ids of calls, and of their results. `new_id` gets a call and its
+    number in the conversation."""
     found: list[Message] = []
     ids: dict[str, str] = {}
     num_calls = 0
@@ -69,15 +77,21 @@ def _numbered(messages: Sequence[Message]) -> list[Message]:
         if isinstance(calls, list):
             named = []
             for call in calls:
-                new = f"functions.{call['function']['name']}:{num_calls}"
-                ids[str(call.get("id"))] = new
-                named.append({**call, "id": new})
+                named.append({**call, "id": new_id(call, num_calls)})
+                ids[str(call.get("id"))] = named[-1]["id"]
                 num_calls += 1
             message = {**message, "tool_calls": named}
         elif str(message.get("tool_call_id")) in ids:
             message = {**message, "tool_call_id": ids[str(message["tool_call_id"])]}
         found.append(message)
     return found
+
+
+def _of_mistral(call_id: str) -> str:
+    """Templates of Mistral refuse ids that are not nine letters and digits."""
+    if re.fullmatch("[A-Za-z0-9]{9}", call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:9]
 
 
 def _with_json_text(message: Message) -> Message:
