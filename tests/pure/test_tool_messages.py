@@ -102,6 +102,17 @@ def test_calls_of_mistral_have_nine_characters() -> None:
     assert (first["tool_call_id"], second["tool_call_id"]) == (new, kept)
 
 
+def test_thoughts_have_the_name_that_the_template_knows() -> None:
+    gpt_oss = (
+        "{{ tools }}{{ message.thinking }}{{ raise('Cannot pass both content and thinking') }}"
+    )
+    thought = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}
+    both = {**thought, "content": "I will."}
+    assert with_fields([thought, both], gpt_oss, TOOLS) == [{**thought, "thinking": "hm"}, both]
+    lfm = "{{ tools }}{{ message['thinking'] }}"
+    assert with_fields([both], lfm, TOOLS) == [{**both, "thinking": "hm"}]
+
+
 def test_arguments_are_text_where_a_template_adds_them_to_text() -> None:
     deepseek = "{{ tools }}{{ '<｜tool▁sep｜>' + tool['function']['arguments'] + '\\n' }}"
     _, called, _ = with_fields(ASKED, deepseek, TOOLS)

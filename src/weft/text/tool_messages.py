@@ -13,6 +13,8 @@ _PHI = "message['tools']"
 _GLM = re.compile(r"\.metadata\b|\['metadata'\]")
 _KIMI = "## Return of"
 _MISTRAL = re.compile(r"\|\s*length\s*!=\s*9\b")
+_THOUGHTS = re.compile(r"message\.thinking\b|message\['thinking'\]")
+_EITHER = "Cannot pass both content and thinking"
 _JSON_TEXT = re.compile(r"\+\s*\w+\['function'\]\['arguments'\]\s*\+")
 """How templates of DeepSeek add a call's arguments to other text."""
 _SYSTEM = {
@@ -43,7 +45,9 @@ def with_fields(
     """The messages with the fields that the template reads, if it reads some: tools as JSON in the
     system message, calls as the model writes them, and results in the role that it knows. For Kimi
     and Mistral, calls have ids as they know them. Where a template adds arguments to text, they are
-    text."""
+    text. Thoughts have the name that the template gives them."""
+    if _THOUGHTS.search(template):
+        messages = [_with_thoughts(m, _EITHER in template) for m in messages]
     if _KIMI in template:
         messages = _with_ids(messages, lambda call, n: f"functions.{call['function']['name']}:{n}")
     elif _MISTRAL.search(template):
@@ -62,6 +66,14 @@ def with_fields(
             found.insert(0, {"role": "system", "content": _SYSTEM[field]})
         found[0] = {**found[0], field: functions}
     return found
+
+
+def _with_thoughts(message: Message, is_either: bool) -> Message:
+    """`is_either`: the template of gpt-oss refuses calls after both thoughts and content."""
+    thoughts = message.get("reasoning_content")
+    if not thoughts or (is_either and message.get("content") and message.get("tool_calls")):
+        return message
+    return {**message, "thinking": thoughts}
 
 
 def _with_ids(
