@@ -314,9 +314,9 @@ def test_damaged_calls_are_no_harm(case: tuple[str, str], data: Any) -> None:
         ),
         (
             "lfm2",
-            "<|tool_call_start|>[f(a={'y', 'x'}, b='\\d')]<|tool_call_end|>",
+            "<|tool_call_start|>[f(a={'y', 'x'}, b='\\d', c=0700)]<|tool_call_end|>",
             "",
-            [["f", '{"a": ["x", "y"], "b": "\\\\d"}']],
+            [["f", '{"a": ["x", "y"], "b": "\\\\d", "c": 700}']],
         ),
         (
             "solar_open",

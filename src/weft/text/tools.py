@@ -215,8 +215,8 @@ TOOL_FORMATS = {
     ),
     "glm4": ToolFormat("<|assistant|>", "{name}\n{arguments}", syntax="named", bare=True),
     "harmony": ToolFormat(
-        "<|channel|>",  # and the other marks of messages
-        "<|start|><|constrain|><|message|><|end|><|call|><|return|>",
+        "<|channel|>",
+        "<|start|><|constrain|><|message|><|end|><|call|><|return|>",  # all marks of messages
         syntax="harmony",
     ),
 }
@@ -241,35 +241,36 @@ TOOL_FORMATS = {
 """
 
 
-_SHOWN_BY: tuple[tuple[str, str | None], ...] = (
-    (r"<\|tool_call>", "gemma4"),
-    (r"<start_function_call>", "functiongemma"),
-    (r"<function_calls>", "olmo3"),
-    (r"<\|/tool\|>", "phi4_mini_json"),
-    (r"<\|tool_calls_section_begin\|>|<\|im_system\|>tool_declare", "kimi_k2"),
-    (r"<\|tool_call:begin\|>", "solar_open"),
-    (r"<｜tool▁sep｜>.{0,80}```json", "deepseek_v3"),
-    (r"<｜tool▁calls▁begin｜>", "deepseek_v31"),
-    (r"<TOOLCALL>", "nemotron_json"),
-    (r"<\|tool_call_start\|>|<\|tool_list_start\|>", "lfm2"),
-    (r"<\|channel\|>", "harmony"),
-    (r"\[ARGS\]", "mistral_v11"),
-    (r"\[TOOL_CALLS\]", "mistral"),
-    (r"<minimax:tool_call>", "minimax_m2"),
-    (r"<seed:tool_call>", "seed_oss"),
-    (r"<function=", "qwen3_coder"),
-    (r"<\|START_ACTION\|>", "cohere"),
-    (r"<tool_calls>(?s:.*)<arg_key|<arg_key(?s:.*)<tool_calls>", None),  # Hunyuan 3
-    (r"<tool_calls>", "hunyuan"),
-    (r"<arg_key>(?s:.*)['\"]<tool_call>['\"]\s*[+~]", "glm47"),
-    (r"<arg_key>", "glm45"),
-    (r"<tool_call>", "hermes"),
-    (r"<\|tool_call\|>|<\|start_of_role\|>(?:available_)?tools<\|end_of_role\|>", "granite"),
-    (r"item\['tools'\](?s:.*)<\|observation\|>", None),  # the first GLM-4 has tools in messages
-    (r"<\|observation\|>", "glm4"),
-    (r'<\|python_tag\|>|"parameters": dictionary', "llama3_json"),
+_SHOWN_BY: tuple[tuple[str | None, *tuple[str, ...]], ...] = (
+    ("gemma4", r"<\|tool_call>"),
+    ("functiongemma", r"<start_function_call>"),
+    ("olmo3", r"<function_calls>"),
+    ("phi4_mini_json", r"<\|/tool\|>"),
+    ("kimi_k2", r"<\|tool_calls_section_begin\|>|<\|im_system\|>tool_declare"),
+    ("solar_open", r"<\|tool_call:begin\|>"),
+    ("deepseek_v3", r"<｜tool▁sep｜>.{0,80}```json"),
+    ("deepseek_v31", r"<｜tool▁calls▁begin｜>"),
+    ("nemotron_json", r"<TOOLCALL>"),
+    ("lfm2", r"<\|tool_call_start\|>|<\|tool_list_start\|>"),
+    ("harmony", r"<\|channel\|>"),
+    ("mistral_v11", r"\[ARGS\]"),
+    ("mistral", r"\[TOOL_CALLS\]"),
+    ("minimax_m2", r"<minimax:tool_call>"),
+    ("seed_oss", r"<seed:tool_call>"),
+    ("qwen3_coder", r"<function="),
+    ("cohere", r"<\|START_ACTION\|>"),
+    (None, r"<tool_calls>", r"<arg_key"),  # Hunyuan 3
+    ("hunyuan", r"<tool_calls>"),
+    ("glm47", r"<arg_key>", r"['\"]<tool_call>['\"] *[+~]"),
+    ("glm45", r"<arg_key>"),
+    ("hermes", r"<tool_call>"),
+    ("granite", r"<\|tool_call\|>|<\|start_of_role\|>(?:available_)?tools<\|end_of_role\|>"),
+    (None, r"item\['tools'\]", r"<\|observation\|>"),  # the first GLM-4 has tools in messages
+    ("glm4", r"<\|observation\|>"),
+    ("llama3_json", r'<\|python_tag\|>|"parameters": dictionary'),
 )
-"""What a chat template holds, and the format that it means, or None; the first found counts."""
+"""Formats, and what a chat template of theirs holds, all of it; None: it is none of ours. The first
+found counts. As anyone may bring a template, no search may take longer than a template is long."""
 
 _BY_TOKEN = ("lfm2", "kimi_k2")
 """Formats of families whose chat templates may not show calls, though they take tools."""
@@ -280,8 +281,8 @@ def detect_tool_format(
 ) -> str | None:
     """The format that a model's own chat template writes, or None if it writes none of ours.
     `has_token` says whether a mark is a token of the model."""
-    for shown, name in _SHOWN_BY:
-        if re.search(shown, chat_template):
+    for name, *shown in _SHOWN_BY:
+        if all(re.search(pattern, chat_template) for pattern in shown):
             return name
     if not re.search(r"\btools\b", chat_template):
         return None

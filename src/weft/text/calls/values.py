@@ -16,6 +16,8 @@ _MAX_LITERAL = 10_000
 """Characters of a Python value that is no JSON."""
 _RAW = str.maketrans({"\n": "\\n", "\r": "\\r", "\0": "\\0"})
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_PADDED = re.compile(r"-?0[0-9]{1,18}")
+_ZEROS = re.compile(r"0+(?=[0-9])")
 _KNOWN = "\\'\"abfnrtvxuUN01234567\n"
 """What may follow a backslash in Python."""
 
@@ -45,7 +47,7 @@ def by_schema(value: str, schema: Any) -> str:
 def by_itself(value: str) -> str:
     """A value as JSON: what it is by itself, or else text. Quotes around it may hold others that
     nothing escapes."""
-    text = literal(value)
+    text = literal(_ZEROS.sub("", value, count=1) if _PADDED.fullmatch(value) else value)
     if text is None:
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
         text = json.dumps(value[1:-1] if quoted else value, ensure_ascii=False)
