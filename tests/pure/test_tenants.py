@@ -162,7 +162,7 @@ def test_a_file_is_read_again_and_says_what_changed(tmp_path: Path) -> None:
     file = TenantsFile(path)
     assert file.reload() == []
     before = file.directory, file.keychain
-    for broken in (FULL + "x = ", FULL + "x = 1", "\udcff"):
+    for broken in (FULL + "x = ", FULL + "x = 1", "\udcff", "# being written"):
         path.write_bytes(broken.encode(errors="surrogateescape"))
         with pytest.raises(ConfigError, match=r"--tenants .*tenants\.toml"):
             file.reload()

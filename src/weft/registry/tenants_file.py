@@ -90,8 +90,11 @@ class TenantsFile:
 
     def reload(self) -> list[Change]:
         """Read the file again, and return what is different now. Raises ConfigError, and then
-        nothing changes."""
+        nothing changes: also if the file has no tenants left, as one that is being written."""
         before, after = self.directory, self._read()
+        if before.members and not after.members:
+            message = f"--tenants {self.path}: it has no tenants left; restart to serve none"
+            raise ConfigError(message, "tenants")
         self._set(after)
         return before.changes_to(after)
 
