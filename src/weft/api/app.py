@@ -21,7 +21,7 @@ from weft.api.middleware import (
     Observe,
     RequestIds,
     RequireKey,
-    TracedCalls,
+    TraceContext,
     TraceSink,
 )
 from weft.api.reading import IGNORED
@@ -108,7 +108,7 @@ def create_app(
     app.state.metrics_app = metrics_app(service, watch)
     _add_middleware(app, metrics, audit, settings, tenants)
     if traces is not None:
-        app.add_middleware(TracedCalls)
+        app.add_middleware(TraceContext)
     return app
 
 

@@ -149,7 +149,7 @@ def _authorization(headers: Headers) -> str | None:
 # -- requests to the engine ------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """What a trace says of an HTTP request."""
 
     operation: str
@@ -159,7 +159,7 @@ class Call(NamedTuple):
     """Those that say which trace it is part of."""
 
 
-_call: ContextVar[Call] = ContextVar("call", default=Call("chat", {}))  # noqa: B039
+_call: ContextVar[TracedCall] = ContextVar("call", default=TracedCall("chat", {}))  # noqa: B039
 _CHATS = "/chat/completions", "/responses", "/messages"
 
 
@@ -169,7 +169,7 @@ class TraceSink(Protocol):
     def record(self, record: RequestRecord, operation: str, headers: Mapping[str, str]) -> None: ...
 
 
-class TracedCalls:
+class TraceContext:
     """Keeps what traces say of an HTTP request."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -180,7 +180,7 @@ class TracedCalls:
             headers = Headers(scope=scope)
             names = ("traceparent", "tracestate")
             found = {name: headers[name] for name in names if name in headers}
-            _call.set(Call(_operation_of(scope["path"]), found))
+            _call.set(TracedCall(_operation_of(scope["path"]), found))
         await self._app(scope, receive, send)
 
 
