@@ -332,6 +332,17 @@ def test_the_limits_leave_files_for_the_rest() -> None:
     assert connection_limits(7).per_address == 7
 
 
+def test_too_few_open_files_are_an_error_at_the_start() -> None:
+    """Not an end within a library, which says nothing of the limit."""
+    command = f"ulimit -n 20; exec {sys.executable} -m weft serve {BASE} --device cpu"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "weft: error: the system lets a server open 20 files, and it needs 256: raise the limit"
+        " (ulimit -n)"
+    )
+
+
 # -- ends ------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weft.api.http import WRITE, error_response
 from weft.api.middleware import PROBES
-from weft.core.errors import EngineDead, Overloaded
+from weft.core.errors import ConfigError, EngineDead, Overloaded
 from weft.core.fair_calls import FairCalls
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class ConnectionLimits:
 
 def connection_limits(per_address: int | None = None) -> ConnectionLimits:
     """The limits that go with how many files this process may open, which is raised as far as the
-    system allows. `per_address` None: half of all."""
+    system allows. `per_address` None: half of all. Raises ConfigError if that is too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft == resource.RLIM_INFINITY:
@@ -79,6 +79,9 @@ def connection_limits(per_address: int | None = None) -> ConnectionLimits:
         with contextlib.suppress(ValueError, OSError):  # some systems state more than they allow
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
+    if soft < RESERVED_FILES:
+        message = f"the system lets a server open {soft} files, and it needs {RESERVED_FILES}"
+        raise ConfigError(f"{message}: raise the limit (ulimit -n)", "ulimit")
     in_all = max(soft - RESERVED_FILES, soft // 2)
     return ConnectionLimits(in_all, in_all // 2 if per_address is None else per_address)
 
