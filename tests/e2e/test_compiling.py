@@ -136,6 +136,40 @@ print(len(compiled()), all(hasattr(kernel, "asm") for kernel in compiled()))
     assert run(code).splitlines() == ["3 False", "4 True"]
 
 
+def test_processes_that_compile_collect_no_garbage(run: Run) -> None:
+    """It may be tensors, which need the device to be freed."""
+    code = """
+import gc, os, sys
+
+class Tensor:
+    def __init__(self):
+        self.own, self.pid = self, os.getpid()
+    def __del__(self):
+        if os.getpid() != self.pid:
+            os.write(1, b"freed elsewhere ")
+
+fork = os.fork
+
+def fork_with_garbage():
+    collects = gc.isenabled()
+    gc.disable()
+    for _ in range(100):
+        Tensor()
+    child = fork()
+    if collects:
+        gc.enable()
+    return child
+
+gc.set_threshold(1)
+os.fork = fork_with_garbage
+with compiling_ahead():
+    for factor in range(2, 6):
+        call(factor)
+print("done")
+"""
+    assert run(code) == "done\n"
+
+
 def test_an_error_among_the_calls_leaves_nothing_behind(run: Run) -> None:
     code = """
 try:

@@ -22,6 +22,7 @@ gets to them.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -193,13 +194,16 @@ class _Compilers:
         self._ended, to_tell = os.pipe()
         os.write(to_give, b"".join(map(_INDEX.pack, range(len(todo)))))
         os.close(to_give)
-        num = min(_num_processors(), len(todo))
+        num, collects = min(_num_processors(), len(todo)), gc.isenabled()
+        gc.disable()  # in the processes: what they would collect may be memory of the device
         try:
             while num > 1 and len(self._children) < num:
                 self._children.append(_fork(orders, to_tell, todo))
         except OSError as error:
             count = len(self._children)
             logger.info("there are only %d processes that compile: %s", count, error)
+        if collects:
+            gc.enable()
         os.close(orders)
         os.close(to_tell)
 
