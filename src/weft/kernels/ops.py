@@ -195,7 +195,9 @@ class ExpertChoice:
     groups: int = 1
     """Into how many groups of neighbours the experts are divided."""
     top_groups: int = 1
-    """How many groups a token chooses its experts from: those whose two best are best together."""
+    """How many groups a token chooses its experts from: the best ones."""
+    best_of_group: int = 2
+    """A group is as good as its best experts together; here is how many of them count."""
     least_sum: float = 0.0
     """What is added to the sum that weights are divided by."""
 
@@ -225,7 +227,7 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token: their weights, float32 unless rounded, and their numbers,
     int64, both (T, top_k). `scale_E` and `correction_E`: see `ExpertWeights`."""
-    if choice.sigmoid or correction_E is not None:
+    if choice.sigmoid or correction_E is not None or choice.top_groups < choice.groups:
         share_TE = logits_TE.float().sigmoid()
         if not choice.sigmoid:
             share_TE = logits_TE.softmax(-1, dtype=torch.float32)
@@ -249,7 +251,7 @@ def _in_top_groups(rating_TE: Tensor, choice: ExpertChoice) -> Tensor:
     if choice.top_groups == choice.groups:
         return rating_TE
     rating_TGN = rating_TE.view(len(rating_TE), choice.groups, -1)
-    of_group_TG = rating_TGN.topk(2).values.sum(-1)
+    of_group_TG = rating_TGN.topk(choice.best_of_group).values.sum(-1)
     out_TG = torch.ones_like(of_group_TG, dtype=torch.bool)
     out_TG.scatter_(1, of_group_TG.topk(choice.top_groups).indices, False)
     return rating_TGN.masked_fill(out_TG[..., None], -torch.inf).flatten(1)
@@ -373,6 +375,23 @@ class Ops:
         q_THD, k_TKD = apply_rope(qk_TND, rope).split_with_sizes((H, K), 1)
         write_kv(k_TKD, v_TKD, cache, batch)
         return q_THD
+
+    def rope_and_write_latents(
+        self,
+        q_THR: Tensor,
+        out_THR: Tensor,
+        latent_TL: Tensor,
+        key_TR: Tensor,
+        rope: Rope,
+        cache: KVCache,
+        batch: AttentionBatch,
+    ) -> None:
+        """Rotate queries into `out`, and put latents with their rotated keys behind them into the
+        cache, as keys of one head. For `weft.models.latent_attention`."""
+        rotated_TNR = apply_rope(torch.cat((q_THR, key_TR[:, None]), 1), rope)
+        out_THR.copy_(rotated_TNR[:, :-1])
+        entry_T1W = torch.cat((latent_TL[:, None], rotated_TNR[:, -1:]), 2)
+        cache.k.flatten(0, 1).index_copy_(0, batch.slot_mapping_T, entry_T1W)
 
     def apply_gates(self, x_THD: Tensor, qkv: Product) -> Tensor:
         """Multiply each head's `x` by the sigmoid of its gate, which comes behind its q in `qkv`;

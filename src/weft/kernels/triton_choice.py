@@ -37,6 +37,7 @@ def _choose(
     CORRECTED: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    BEST_TWO: tl.constexpr,
     LEAST_SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -55,14 +56,14 @@ def _choose(
     # What is no number comes last, but ahead of what is beyond the experts.
     left = tl.where(e < E, tl.where(logits > -3e38, logits, -3e38), float("-inf"))
     share = tl.exp(logits - tl.max(left))
-    if SIGMOID or CORRECTED:
+    if SIGMOID or CORRECTED or TOP_GROUPS < GROUPS:
         share = tl.sigmoid(left) if SIGMOID else share / tl.sum(share)
         rating = share
         if CORRECTED:
             rating += tl.load(correction_ptr + e, mask=e < E, other=0.0)
         left = tl.where(e < E, tl.where(rating > -3e38, rating, -3e38), float("-inf"))
         if TOP_GROUPS < GROUPS:
-            left = _in_top_groups(left, e, e // (E // GROUPS), GROUPS, TOP_GROUPS)
+            left = _in_top_groups(left, e, e // (E // GROUPS), GROUPS, TOP_GROUPS, BEST_TWO)
     chosen = tl.full((BLOCK_E,), 0, tl.int32)
     order = tl.full((BLOCK_E,), 0, tl.int32)
     for rank in tl.static_range(TOP_K):
@@ -73,7 +74,7 @@ def _choose(
     if OF_CHOSEN or NORMALIZE:
         counted = tl.where(chosen > 0, share, 0.0)
     weight = share / tl.sum(counted)
-    if SIGMOID or CORRECTED:
+    if SIGMOID or CORRECTED or TOP_GROUPS < GROUPS:
         weight = share / (tl.sum(counted) + LEAST_SUM) if NORMALIZE else share
     if ROUNDED:
         weight = weight.to(logits_ptr.dtype.element_ty).to(tl.float32)
@@ -85,13 +86,19 @@ def _choose(
 
 
 @triton.jit
-def _in_top_groups(rating, e, group, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """The ratings of one row's experts e, and -inf for experts of other groups than the best."""
+def _in_top_groups(
+    rating, e, group, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr
+):
+    """The ratings of one row's experts e, and -inf for experts of other groups than the best, whose
+    best expert counts, or with BEST_TWO the best two."""
     of_group = tl.full(rating.shape, float("-inf"), tl.float32)
     for g in tl.static_range(GROUPS):
         own = tl.where(group == g, rating, float("-inf"))
-        rest = tl.where(e == tl.argmax(own, 0, tie_break_left=True), float("-inf"), own)
-        of_group = tl.where(group == g, tl.max(own) + tl.max(rest), of_group)
+        best_of_group = tl.max(own)
+        if BEST_TWO:
+            rest = tl.where(e == tl.argmax(own, 0, tie_break_left=True), float("-inf"), own)
+            best_of_group += tl.max(rest)
+        of_group = tl.where(group == g, best_of_group, of_group)
     best = tl.full(rating.shape, 0, tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
         at = tl.argmax(tl.where(best > 0, float("-inf"), of_group), 0, tie_break_left=True)
@@ -133,6 +140,7 @@ def choose_experts(
         CORRECTED=correction_E is not None,
         GROUPS=choice.groups,
         TOP_GROUPS=choice.top_groups,
+        BEST_TWO=choice.best_of_group == 2,
         LEAST_SUM=choice.least_sum,
         num_warps=1 if block <= 128 else 4,
         **launch_options(starts_early(logits_TE.device)),

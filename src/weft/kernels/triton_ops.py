@@ -41,6 +41,7 @@ from weft.kernels.triton_base import (
 )
 from weft.kernels.triton_delta import gated_delta
 from weft.kernels.triton_heads import apply_gates, rope_and_write
+from weft.kernels.triton_latents import rope_and_write_latents
 
 
 @triton.jit
@@ -376,6 +377,19 @@ class TritonOps(Ops):
         gated_heads: int = 0,
     ) -> Tensor:
         return rope_and_write(qkv, rope, norm_ND, eps, cache, batch, gated_heads, self._options)
+
+    def rope_and_write_latents(
+        self,
+        q_THR: Tensor,
+        out_THR: Tensor,
+        latent_TL: Tensor,
+        key_TR: Tensor,
+        rope: Rope,
+        cache: KVCache,
+        batch: AttentionBatch,
+    ) -> None:
+        tensors = q_THR, out_THR, latent_TL, key_TR
+        rope_and_write_latents(*tensors, rope, cache, batch, self._options)
 
     def apply_gates(self, x_THD: Tensor, qkv: Product) -> Tensor:
         return apply_gates(x_THD, qkv, self._options)

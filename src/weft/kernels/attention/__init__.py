@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of one layer, each (num_blocks, block_size, kv_heads, head_dim)."""
+    """Keys and values of one layer, each (num_blocks, block_size, kv_heads, head_dim). Values may
+    be the first part of the keys: a view of the same memory, with a smaller head_dim."""
 
     k: Tensor
     v: Tensor
@@ -150,7 +151,7 @@ class Attend(Protocol):
         sinks_H: Tensor | None = None,
         cap: float | None = None,
     ) -> Tensor:
-        """Returns (T, H, D), in q's dtype. Row t, at position p of its sequence, attends to the
+        """Returns (T, H, D), with the D of values, in q's dtype. Row t, at position p of its sequence, attends to the
         positions in (p - window, p], or to all up to p when `window` is None. Query head h reads
         key head h // (H / K). `sinks_H`: a score for each head that takes part in its softmax but
         has no value, so that weights may sum to less than 1. `cap`: see `capped`; not together with
@@ -179,7 +180,7 @@ def reference_attend(
     cap: float | None = None,
 ) -> Tensor:
     """The oracle of every `Attend`: one sequence at a time, dense, in fp32."""
-    out_THD = torch.empty_like(q_THD)
+    out_THD = q_THD.new_empty((*q_THD.shape[:2], cache.v.shape[-1]))
     groups = q_THD.shape[1] // cache.k.shape[2]
     for s, length in enumerate(batch.seq_lens):
         start, stop = batch.query_start[s], batch.query_start[s + 1]

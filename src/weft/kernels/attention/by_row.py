@@ -24,7 +24,7 @@ def attend_by_row(
 ) -> Tensor:
     """An `Attend` that gives a row the same bits whatever else is in its step, as the shapes of all
     its operations follow from the row's position alone. Sums are in fp32."""
-    out_THD = torch.empty_like(q_THD)
+    out_THD = q_THD.new_empty((*q_THD.shape[:2], cache.v.shape[-1]))
     (H, D), K = q_THD.shape[1:], cache.k.shape[2]
     for s, length in enumerate(batch.seq_lens):
         start, stop = batch.query_start[s], batch.query_start[s + 1]
@@ -42,5 +42,5 @@ def attend_by_row(
                 sink_KG1 = sinks_H.float().view(K, H // K, 1)
                 score_KGL = torch.cat((score_KGL, sink_KG1), -1)
             weight_KGL = score_KGL.softmax(-1)[..., : k_KLD.shape[1]].contiguous()
-            out_THD[row] = (weight_KGL @ v_KLD).view(H, D).to(q_THD.dtype)
+            out_THD[row] = (weight_KGL @ v_KLD).view(H, -1).to(q_THD.dtype)
     return out_THD

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core.numbers import next_power_of_2
-from weft.kernels.attention import AttentionBatch, KVCache, RowWork, row_work, tile_rows
+from weft.kernels.attention import AttentionBatch, KVCache, RowWork, latent, row_work, tile_rows
 from weft.kernels.attention.paged_kernels import combine_parts, decode_rows, prefill_tiles
 from weft.kernels.attention.rounds import (
     CHUNKS,
@@ -78,11 +78,15 @@ class PagedAttention:
         sinks_H: Tensor | None = None,
         cap: float | None = None,
     ) -> Tensor:
-        out_THD = q_THD.new_empty(q_THD.shape)
         (H, D), K = q_THD.shape[1:], cache.k.shape[2]
         table_SB, work = batch.block_table_SB, batch.work
         if work is None:
             work = batch.once(("triton", H // K), partial(_plan, batch, H // K))
+        if cache.v.shape[-1] < D:
+            assert K == 1 and window is sinks_H is cap is None
+            scale, num, options = scale * LOG2E, self._programs, self._options
+            return latent.attend(q_THD, cache, batch, work, scale, num, options)
+        out_THD = q_THD.new_empty(q_THD.shape)
         tensors = (q_THD, cache.k, cache.v, out_THD)
         numbers = (scale * LOG2E, window or 0, q_THD.stride(0), table_SB.stride(0), K)
         constants = {
@@ -160,12 +164,14 @@ class PagedAttention:
                 acc,
                 sums,
                 sinks,
+                sinks,
                 H,
                 D=D,
                 PARTS=num_parts,
                 BLOCK_D=block_d,
                 BLOCK_P=next_power_of_2(num_parts),
                 SINKS=constants["SINKS"],
+                PAIRS=False,
                 num_warps=4,
                 **self._options,
             )

@@ -205,23 +205,31 @@ def combine_parts(
     acc_ptr,
     sums_ptr,
     sinks_ptr,
+    pairs_ptr,
     H,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     SINKS: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The parts of one head of one row of `prefill_tiles`; programs (T, H)."""
+    """The parts of one head of one row; programs (rows, H). The parts of row i are at i, and their
+    result is row i of out; with PAIRS it is the row of pair i, as `decode_rows` has these."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0)
+    place = tl.program_id(0)
     head = tl.program_id(1)
+    row = place
+    if PAIRS:
+        row = tl.load(pairs_ptr + 2 * place + 1)
+        if row < 0:
+            return
     p = tl.arange(0, BLOCK_P)
     d = tl.arange(0, BLOCK_D)
-    at = (row * PARTS + p).to(tl.int64) * H + head
+    at = (place * PARTS + p).to(tl.int64) * H + head
     total = tl.load(sums_ptr + at * 2, mask=p < PARTS, other=0.0)
     most = tl.load(sums_ptr + at * 2 + 1, mask=p < PARTS, other=-1e30)
     most = tl.where(total > 0, most, -1e30)  # parts without context have left 0

@@ -103,11 +103,11 @@ def _attend(
 ) -> Tensor:
     """The bucket's results, (P * Q, H, D)."""
     P, Q, L = bucket.shape
-    H, D = q_THD.shape[1:]
+    H = q_THD.shape[1]
     K, mask = cache.k.shape[2], bucket.mask_P1QL
     q = q_THD if bucket.rows_X is None else q_THD.index_select(0, bucket.rows_X)
     k, v = (
-        x.flatten(0, 1).index_select(0, bucket.slots_X).view(P, L, K, D).transpose(1, 2)
+        x.flatten(0, 1).index_select(0, bucket.slots_X).view(P, L, K, -1).transpose(1, 2)
         for x in (cache.k, cache.v)
     )
     if sinks_H is not None:
@@ -121,7 +121,7 @@ def _attend(
     else:
         q = q.reshape(P, Q, H, -1).transpose(1, 2)
         out = attend(q, k, v, enable_gqa=H != K).transpose(1, 2).reshape(P * Q, H, -1)
-    return out if sinks_H is None else out[..., :D]
+    return out if sinks_H is None else out[..., :-1]
 
 
 def _attend_capped(
@@ -162,7 +162,7 @@ def _attend_by_head(
     bags = torch.embedding_bag(
         v_XD, decodes.values_X, decodes.starts_X, False, by_sum, False, weight_X
     )
-    return bags[0].view(P, H, D)
+    return bags[0].view(P, H, -1)
 
 
 def _with_sinks(
