@@ -17,6 +17,8 @@ from transformers import (
     AutoModelForImageTextToText,
     Cohere2Config,
     CwmConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -27,6 +29,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
@@ -123,6 +126,13 @@ NO_PAD: dict[str, Any] = {"pad_token_id": None}
 WITHOUT_MLP = {n: v for n, v in SIZES.items() if n != "intermediate_size"}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 ROUTED = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 
 VISION = {"hidden_size": 8, "intermediate_size": 8, "depth": 1, "num_heads": 2, "patch_size": 2}
 MROPE = rope("default", mrope_section=[4, 1, 3], mrope_interleaved=True)
@@ -468,6 +478,54 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         sliding_window=6,
         max_window_layers=1,
         attention_bias=True,
+    ),
+    "deepseek-v2-lite": DeepseekV2Config(
+        **SIZES | LATENT,
+        **ROUTED,
+        **YARN_FULL,
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        n_shared_experts=2,
+    ),
+    "deepseek-v2-bias": DeepseekV2Config(
+        **SIZES | LATENT,
+        **ROUTED,
+        q_lora_rank=24,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=3.0,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "deepseek-v3": DeepseekV3Config(
+        **SIZES | LATENT,
+        **ROUTED,
+        **YARN_FULL,
+        q_lora_rank=24,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+    ),
+    "deepseek-v3-halves-tied-bias": DeepseekV3Config(
+        **SIZES | LATENT,
+        **ROUTED,
+        **rope("linear", factor=2.0, mscale_all_dim=0.7),
+        q_lora_rank=None,
+        first_k_dense_replace=2,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        rope_interleave=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "glm4-moe-lite": Glm4MoeLiteConfig(
+        **SIZES | LATENT,
+        **ROUTED,
+        q_lora_rank=16,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        rms_norm_eps=0.05,
     ),
     "solar-open": SolarOpenConfig(
         **WITHOUT_MLP,
@@ -1282,6 +1340,24 @@ def test_layer_types_that_disagree_are_refused(
         ("glm", "num_key_value_heads", None),
         ("olmoe", "clip_qkv", 8.0),
         ("dots1", "n_group", None),
+        ("deepseek-v2-bias", "topk_method", "noaux_tc"),
+        ("deepseek-v2-bias", "n_group", None),
+        ("deepseek-v2-bias", "topk_group", 5),
+        ("deepseek-v2-lite", "norm_topk_prob", True),
+        ("deepseek-v2-lite", "mlp_bias", True),
+        ("deepseek-v2-lite", "scoring_func", "sigmoid"),
+        ("deepseek-v2-lite", "num_experts_per_tok", None),
+        ("deepseek-v2-lite", "moe_layer_freq", 2),
+        ("deepseek-v3", "first_k_dense_replace", None),
+        ("deepseek-v3", "scoring_func", "softmax"),
+        ("deepseek-v3", "topk_method", "greedy"),
+        ("deepseek-v3", "num_key_value_heads", 2),
+        ("deepseek-v3", "v_head_dim", None),
+        ("deepseek-v3", "kv_lora_rank", 0),
+        ("deepseek-v3", "qk_rope_head_dim", 7),
+        ("deepseek-v3", "rope_parameters", YARN["rope_parameters"] | {"mscale_all_dim": -1.0}),
+        ("glm4-moe-lite", "mlp_layer_types", ["sparse"] * 2),
+        ("glm4-moe-lite", "topk_method", "greedy"),
         ("ernie4.5-moe", "use_bias", True),
         ("ernie4.5-moe", "moe_layer_interval", 0),
         ("ernie4.5-moe", "moe_num_shared_experts", -1),
@@ -1309,6 +1385,36 @@ def test_layers_that_would_be_computed_wrongly_are_refused(
     with pytest.raises(ConfigError) as caught:
         load_model_config(tmp_path)
     assert caught.value.param == field
+
+
+def test_a_kimi_k2_is_read_as_a_deepseek_v3(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = copy.deepcopy(CONFIGS["deepseek-v3"])
+    config.architectures = ["DeepseekV3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    as_deepseek = load_model_config(tmp_path)
+    stated = config.rope_parameters
+    scaling = {"type": "yarn", **{n: v for n, v in stated.items() if not n.startswith("rope_")}}
+    edit_config(
+        tmp_path,
+        model_type="kimi_k2",
+        auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        rope_parameters=DROP,
+        rope_theta=stated["rope_theta"],
+        rope_scaling=scaling,
+        ep_size=1,
+        moe_layer_freq=1,
+        num_nextn_predict_layers=0,
+        scoring_func="sigmoid",
+        seq_aux=True,
+        topk_method="noaux_tc",
+    )
+    assert load_model_config(tmp_path) == as_deepseek
+    assert not caplog.records
+    edit_config(tmp_path, architectures=["Glm4MoeLiteForCausalLM"])
+    with pytest.raises(ConfigError, match="'kimi_k2' does not belong to Glm4MoeLite"):
+        load_model_config(tmp_path)
 
 
 def test_how_many_experts_there_are_is_a_number_under_its_other_name_too(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from weft.kernels.lora import AdapterPool, Segment, base, extras, grouped
 from weft.kernels.lora.triton import TritonBackend, Tuning
 from weft.kernels.triton_base import INTERPRETED
 from weft.kernels.tuned import Blocks
-from weft.worker import selfcheck
+from weft.worker import compared, selfcheck
 from weft.worker.build import build_worker
 from weft.worker.worker import DeviceWorker
 
@@ -357,7 +357,8 @@ def test_the_logits_are_compared_too(worker: DeviceWorker, monkeypatch: Patch) -
         worker, same_ranks(worker.model.table, 8), all_extras(worker.model.table)
     )
     monkeypatch.setattr(selfcheck, "norms_of", lambda step: None)
-    monkeypatch.setattr(selfcheck._Both, "of", lambda self, index: self._oracle.of(index))
+    monkeypatch.setattr(compared, "norms_of", lambda step: None)
+    monkeypatch.setattr(compared.Both, "of", lambda self, index: self._oracle.of(index))
     with pytest.raises(AdapterQuarantined, match="the logits"):
         check(worker, adapter)
 

@@ -28,6 +28,8 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CwmConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -38,6 +40,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
@@ -88,6 +91,13 @@ ROUTED = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 20,
     "n_shared_experts": 2,
+}
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
 }
 WINDOW_AND_ALL = ["sliding_attention", "full_attention"]
 HYBRID: dict[str, Any] = {
@@ -317,6 +327,34 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         sliding_window=24,
         max_window_layers=1,
     ),
+    # The first layer of each of these three is dense.
+    "deepseek-v2": DeepseekV2Config(
+        **SIZES | LATENTS,
+        **ROUTED,
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        topk_method="group_limited_greedy",
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
+    "deepseek-v3": DeepseekV3Config(
+        **SIZES | LATENTS,
+        **ROUTED | {"n_routed_experts": 8},
+        q_lora_rank=24,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    ),
+    "glm4-moe-lite": Glm4MoeLiteConfig(**SIZES | LATENTS, **ROUTED, q_lora_rank=24),
     "solar-open": SolarOpenConfig(**SMALL, **ROUTED, head_dim=16),
     # The first layer is dense.
     "ernie4.5-moe": Ernie4_5_MoeConfig(
@@ -346,18 +384,24 @@ LINEAR = {
     "qwen3-next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
 }
 """Families with linear attention, and what they have beside the projections of others."""
+LATENT = {
+    "deepseek-v2": ["kv_a_proj_with_mqa"],
+    "deepseek-v3": ["q_a_proj", "kv_a_proj_with_mqa"],
+    "glm4-moe-lite": ["q_a_proj", "kv_a_proj_with_mqa"],
+}
+"""Families with attention to latents, and their projections to these."""
 BIASED = ("qwen2", "qwen2-moe", "glm4", "seed-oss", "ernie4.5")
 MIXTURES = (
     *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
     *("granite4", "gpt-oss", "mixtral", "minimax-m2", "dots1", "solar-open"),
-    *("ernie4.5-moe", "granite-moe"),
+    *("ernie4.5-moe", "granite-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite"),
 )
 ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral", "minimax-m2", "solar-open", "granite-moe")
 """The families whose layers have no MLP but experts. peft takes the names of the projections of
 Solar Open's shared experts for those of the others, and can't give these a rank of their own."""
 CONVERTED = (
     *("qwen3-moe", "olmoe", "glm4-moe", "mixtral", "minimax-m2", "dots1", "solar-open"),
-    "ernie4.5-moe",
+    *("ernie4.5-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite"),
 )
 """The families for which peft too reads adapters of single experts."""
 UNTIED = (
@@ -428,7 +472,8 @@ class Kind:
         """The options as a family can have them: Mixtral and gpt-oss have no MLP but their experts,
         peft has no DoRA of experts, Phi-3 has one projection for q, k and v, and one for gate and
         up, as GLM-4 and Granite 4 have, and the norm of linear attention is none of those that can
-        be saved."""
+        be saved. Attention to latents has one projection to keys and values, which no aLoRA can
+        change."""
         options = dict(self.options)
         if family in LINEAR:
             if (
@@ -442,6 +487,11 @@ class Kind:
                     ]
             if options.get("modules_to_save") == ["norm"]:
                 options["modules_to_save"] = ["layernorm", "q_norm", "k_norm", "model.norm"]
+        if family in LATENT and "o_proj" in (options["target_modules"] or ""):
+            options["target_modules"] = [*options["target_modules"], *LATENT[family]]
+            if "alora_invocation_tokens" in options:
+                others = [t for t in options["target_modules"] if t not in ("k_proj", "v_proj")]
+                options["target_modules"] = others
         for names in FUSED.get(family, ()):
             options = {name: fused(value, *names) for name, value in options.items()}
         targets, parameters = options["target_modules"], options.get("target_parameters")
@@ -468,7 +518,11 @@ SPARSE = (
     (r"\bmlp\.gate\b", "block_sparse_moe.router"),
     (r"\bmlp\.experts\b", "block_sparse_moe.experts"),
 )
+KEYS_AND_VALUES, QUERIES = (r"\b[kv]_proj", "kv_b_proj"), (r"\bq_proj", "q_b_proj")
 FUSED = {
+    "deepseek-v2": (KEYS_AND_VALUES,),
+    "deepseek-v3": (KEYS_AND_VALUES, QUERIES),
+    "glm4-moe-lite": (KEYS_AND_VALUES, QUERIES),
     "phi3": (QKV, GATE_UP),
     "glm4": (GATE_UP,),
     "granite-moe": SPARSE,

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -37,6 +38,8 @@ def save_single(base: Path, folder: Path, family: str) -> None:
     mlp, gate, up, down = moe.names
     generator = torch.Generator().manual_seed(5)
     tensors: dict[str, Tensor] = {}
+    targets = target_table(config).by_name
+    queries = "q_proj" if "model.layers.0.self_attn.q_proj" in targets else "q_b_proj"
     sparse = [i for i, has_experts in enumerate(moe.layers) if has_experts]
 
     def add(module: str, in_size: int, out: int) -> None:
@@ -45,7 +48,8 @@ def save_single(base: Path, folder: Path, family: str) -> None:
             tensors[name] = 0.15 * torch.randn(shape, generator=generator)
 
     for i in sparse:
-        add(f"{i}.self_attn.q_proj", 32, config.num_heads * config.head_dim)
+        target = targets[f"model.layers.{i}.self_attn.{queries}"]
+        add(f"{i}.self_attn.{queries}", target.in_features, target.out_features)
         add(f"{i}.{mlp}.gate", 32, moe.num_experts)
         for expert in range(moe.num_experts):
             name = f"{i}.{mlp}.experts.{expert}."
@@ -57,7 +61,7 @@ def save_single(base: Path, folder: Path, family: str) -> None:
         tensors,
         r=3,
         lora_alpha=9,
-        target_modules=["q_proj", "gate", gate, up, down],
+        target_modules=[queries, "gate", gate, up, down],
         layers_to_transform=sparse,
     )
 

@@ -36,7 +36,7 @@ NAMES = dict(
             *("Qwen 3 MoE", "Qwen 3.5 MoE", "Qwen 3 Next", "Qwen 2 MoE", "OLMoE"),
             *("GLM 4 MoE", "Gemma 4 MoE"),
             *("Granite 4", "gpt-oss", "Mixtral", "MiniMax M2", "dots.llm1", "Solar Open"),
-            *("ERNIE 4.5 MoE", "Granite 3 MoE"),
+            *("ERNIE 4.5 MoE", "Granite 3 MoE", "DeepSeek V2", "DeepSeek V3", "GLM 4.7 Flash"),
         ),
         strict=True,
     )
@@ -61,7 +61,7 @@ kinds (`make exhaustive`). 16-bit types compute the same, with their rounding.
 """
 ALL = f"**Families.** *All* are {', '.join([*NAMES.values()][:-1])} and {[*NAMES.values()][-1]}."
 FAMILIES = """\
-- In the last 15, the mixtures of experts, these kinds apply to attention, dense layers and
+- In the last 18, the mixtures of experts, these kinds apply to attention, dense layers and
   shared experts. Experts have rows of their own.
 - In Phi 3, q, k and v are one projection, and so are gate and up; in GLM 4 and Granite 4,
   only gate and up are.

@@ -193,6 +193,24 @@ ROWS = [
         reasoning=THINK,
         limits="the head that drafts tokens is not served",
     ),
+    Row(
+        "DeepSeek V2",
+        "deepseek-v2",
+        ("DeepseekV2",),
+        limits="no tools; `q_a_proj` and `q_b_proj` in the place of `q_proj`, except in Lite",
+    ),
+    Row(
+        "DeepSeek V3, R1, Kimi K2",
+        "deepseek-v3",
+        ("DeepseekV3",),
+        limits="no tools; the head that drafts tokens is not served",
+    ),
+    Row(
+        "GLM 4.7 Flash",
+        "glm4-moe-lite",
+        ("Glm4MoeLite",),
+        limits="no tools; the head that drafts tokens is not served",
+    ),
     Row("dots.llm1", "dots1", ("Dots1",), limits="no tools"),
     Row(
         "Solar Open",

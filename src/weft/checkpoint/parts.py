@@ -194,7 +194,9 @@ def check_activated(
     provisional: bool,
 ) -> None:
     """Raises AdapterInvalid if an activated adapter adapts more than linear layers: PEFT would have
-    the rest active everywhere. `provisional`: the base, which was not read, may have such parts."""
+    the rest active everywhere. Keys and values of tokens ahead of the invocation are the base's,
+    but a projection that is absorbed is the adapter's for all tokens that a query sees.
+    `provisional`: the base, which was not read, may have such parts."""
     vocab, _ = vocabulary(table, "embedding")
     beyond = [i for i in invocation if i >= vocab]
     field = "alora_invocation_tokens"
@@ -203,6 +205,10 @@ def check_activated(
     for each in parts.targets:
         if each.a is not None and each.target.kind not in ("linear", "head"):
             refuse(each.a.name, f"no {each.target.kind} can be adapted by an activated LoRA")
+        if each.target.slice in table.absorbed:
+            why = "keys and values are computed from latents when they are read"
+            what = f"{each.target.suffix} can't be adapted by an activated LoRA"
+            refuse(each.target.name, f"{what}: {why}, with one projection for all tokens")
     if layout.vocab_size:
         own = f"an adapter with its own vocabulary ({layout.vocab_size})"
         refuse(field, f"{own} can't be activated")

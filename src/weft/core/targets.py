@@ -66,6 +66,15 @@ class Packed:
     """
     float32: bool = False
     """Whether its weight is float32; else it has the model's dtype."""
+    absorbed: bool = False
+    """Whether it projects latents to each head's key and value, and is applied to queries and to
+    the sums of latents instead: see `weft.models.latent_attention`. The output of each head is its
+    key, and then its value."""
+
+    @property
+    def any_format(self) -> bool:
+        """Whether its weight may be in another format than a dense matrix."""
+        return self.kind == "linear" and not self.absorbed
 
     @property
     def parts_of(self) -> tuple[tuple[int, ...], ...]:
@@ -186,6 +195,12 @@ class TargetTable:
         return any(group.kind == "experts" for group in self.groups)
 
     @cached_property
+    def absorbed(self) -> frozenset[int]:
+        """The slices of projections that are absorbed; see `Packed`."""
+        groups = (group for group in self.groups if group.packed.absorbed)
+        return frozenset(s.slice for group in groups for s in group.slices)
+
+    @cached_property
     def targets(self) -> tuple[Target, ...]:
         return tuple(s for g in self.groups for s in g.slices)
 
@@ -294,6 +309,8 @@ class ImageLayout:
     there are fewer, A, B and vectors have no effect for the tokens beyond."""
     has_experts: bool = False
     """Whether it changes experts."""
+    has_absorbed: bool = False
+    """Whether it changes projections that are absorbed; see `Packed`."""
 
     @property
     def max_rank(self) -> int:
@@ -339,7 +356,12 @@ def layout_of(
             b_offset.append(end if r else -1)
             end += copies * aligned(r * s.b_features)
     experts = any(rank[s.slice] for g in table.groups if g.kind == "experts" for s in g.slices)
-    plain = ImageLayout(rank, tuple(a_offset), tuple(b_offset), end, has_experts=experts)
+    absorbed = any(rank[i] for i in table.absorbed) or (
+        extras is not None and not table.absorbed.isdisjoint(extras.scaled | extras.shifted)
+    )
+    plain = ImageLayout(
+        *(rank, tuple(a_offset), tuple(b_offset), end), has_experts=experts, has_absorbed=absorbed
+    )
     return _with_extras(plain, table, extras, 4 // element_bytes) if extras else plain
 
 

@@ -24,6 +24,8 @@ TOKEN_INPUTS = "token_inputs"
 TOKEN_EMBEDDING = "model.embed_tokens_per_layer.weight"
 TOKEN_NORM = "model.per_layer_projection_norm"
 """The second embedding of tokens, and the norm of each layer's part of that projection."""
+Q_LATENT_NORM, LATENT_NORM = "q_a_layernorm", "kv_a_layernorm"
+"""What the norms of latents are called within attention."""
 LAYER_SCALE, ROUTER_SCALE = "layer_scalar", "router.scale"
 EXPERT_SCALES = "router.per_expert_scale"
 """Names within a layer of the factors of its output, of the router's input, and of each expert's
@@ -40,14 +42,14 @@ def target_table(config: ModelConfig, pair_ranks: int = 1) -> TargetTable:
         rows.append(Packed(TOKEN_INPUTS, "linear", hidden, (width,), names))
     for i in range(config.num_layers):
         moe = experts_of(config, i)
-        rows += _linear_attention(config, i) if is_linear(config, i) else _attention(config, i)
+        rows += _attention_rows(config, i)
         if moe is None or moe.beside_mlp:
             rows += _mlp(config, i)
         rows += _experts(moe, hidden, i) if moe else []
         rows += _layer_inputs(config, i)
     rows.append(Packed(HEAD, "head", hidden, (vocab,), ("lm_head",), axis="vocab"))
     return build_table(
-        [replace(row, pair_ranks=pair_ranks) for row in rows],
+        [row if row.absorbed else replace(row, pair_ranks=pair_ranks) for row in rows],
         norms=_norms(config),
         tied=config.tie_word_embeddings,
         num_experts=config.moe.num_here if config.moe else 1,
@@ -92,6 +94,36 @@ def is_linear(config: ModelConfig, layer: int) -> bool:
 def sinks_of(layer: int) -> str:
     """The name of a layer's attention sinks: a score for each head, without a value."""
     return f"model.layers.{layer}.self_attn.sinks"
+
+
+def _attention_rows(config: ModelConfig, i: int) -> list[Packed]:
+    if is_linear(config, i):
+        return _linear_attention(config, i)
+    return _attention(config, i) if config.latent is None else _latent_attention(config, i)
+
+
+def _latent_attention(config: ModelConfig, i: int) -> list[Packed]:
+    """The projections to latents are whole on every rank, as all heads need all of a latent."""
+    name, hidden, latent = f"model.layers.{i}.self_attn.", config.hidden_size, config.latent
+    assert latent is not None
+    bias, heads = config.attention_bias, config.num_heads
+    queries, values = heads * (latent.key_dim + latent.rope_dim), heads * latent.value_dim
+    of_query, of_keys = _named(name, "q_a_proj", "kv_a_proj_with_mqa")
+    if latent.query_rank is None:
+        q, into = _named(name, "q_proj"), hidden
+        a = Packed(f"{i}.a", "linear", hidden, (latent.width,), (of_keys,), bias)
+    else:
+        q, into = _named(name, "q_b_proj"), latent.query_rank
+        widths = into, latent.width
+        a = Packed(f"{i}.a", "linear", hidden, widths, (of_query, of_keys), bias)
+    b, out_bias = heads * latent.key_dim + values, config.attention_out_bias
+    kv_b, o = _named(name, "kv_b_proj"), _named(name, "o_proj")
+    return [
+        a,
+        Packed(f"{i}.q", "linear", into, (queries,), q, axis="column"),
+        Packed(f"{i}.kv_b", "linear", latent.rank, (b,), kv_b, axis="column", absorbed=True),
+        Packed(f"{i}.o", "linear", values, (hidden,), o, out_bias, "row"),
+    ]
 
 
 def _attention(config: ModelConfig, i: int) -> list[Packed]:
@@ -248,6 +280,9 @@ def _norms(config: ModelConfig) -> list[tuple[str, int]]:
                 (f"{layer}self_attn.{name}", head if of_heads else head * num)
                 for name, num in heads.items()
             ]
+        if config.latent is not None:
+            norms = {Q_LATENT_NORM: config.latent.query_rank, LATENT_NORM: config.latent.rank}
+            found += [(f"{layer}self_attn.{name}", size) for name, size in norms.items() if size]
     if config.token_inputs is not None:
         found.append((TOKEN_NORM, config.token_inputs.width))
     return [*found, (LAST_NORM, hidden)]

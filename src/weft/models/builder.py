@@ -57,11 +57,13 @@ class LayerBuilder:
             sinks_of(layer) in w.vectors,
         )
 
-    def norm(self, name: str) -> RowNorm:
+    def norm(self, name: str, eps: float | None = None) -> RowNorm:
+        """`eps`: the model's own if it is None."""
         index, config = self.weights.table.norms_by_name[name].index, self.config
+        eps = config.norm_eps if eps is None else eps
         weight_I = with_offset(self.weights.norms[name], config.norm_offset)
         offset, centered = config.norm_offset, config.centered_norms
-        return RowNorm(weight_I, config.norm_eps, index, self.ops, self.ranks, offset, centered)
+        return RowNorm(weight_I, eps, index, self.ops, self.ranks, offset, centered)
 
     def qk_norm(self, layer: int) -> HeadNorm | WidthNorm | RotatedNorm | None:
         """The norms over q and k, if the model has them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
@@ -19,6 +18,7 @@ from weft.models.family import (
     UNSCALED,
     Blocks,
     Family,
+    LatentConfig,
     LayerShape,
     LinearConfig,
     MoeConfig,
@@ -27,7 +27,7 @@ from weft.models.family import (
     Scales,
     TokenInputsConfig,
 )
-from weft.models.fields import check_fields
+from weft.models.fields import check_fields, check_numbers
 from weft.models.quantized.stated import read_quantization
 from weft.models.rope_config import RopeConfig, context_limit, read_rope, with_query_growth
 from weft.models.stated import read_stated
@@ -68,6 +68,9 @@ class ModelConfig:
     """None: all layers are dense."""
     linear: LinearConfig | None = None
     """None: all layers have a KV cache."""
+    latent: LatentConfig | None = None
+    """None: the cache holds keys and values. Otherwise it holds a latent vector of each token in
+    the place of one head's key; `num_kv_heads` is 1, and `head_dim` the width of that."""
     output_gate: bool = False
     """Whether q_proj's output has a gate behind each head's query."""
     fused_qkv: bool = False
@@ -105,17 +108,21 @@ class ModelConfig:
                     f"num_attention_heads {self.num_heads}",
                     "num_key_value_heads",
                 )
-            if layer.head_dim % 2 or not 2 <= layer.head_dim < 1 << 31:
+            if self.rope_dim(i) % 2 or not 2 <= layer.head_dim < 1 << 31:
                 message = f"head_dim must be even, positive and below 2**31, got {layer.head_dim}"
                 raise ConfigError(message, "head_dim")
             if rope is not None:
-                rope.check(layer.head_dim)
+                rope.check(self.rope_dim(i))
 
     def layer(self, index: int) -> LayerShape:
         """The shape of a layer."""
         if self.layers:
             return self.layers[index]
         return LayerShape(self.num_kv_heads, self.head_dim, self.intermediate_size, index)
+
+    def rope_dim(self, index: int) -> int:
+        """The size of what rope is for in each head of a layer, all or some of it."""
+        return self.layer(index).head_dim if self.latent is None else self.latent.rope_dim
 
     def check_context(self, asked: int | None) -> None:
         """Raises ConfigError for a context longer than the model's own."""
@@ -198,7 +205,7 @@ def load_model_config(path_or_id: str | Path, revision: str | None = None) -> Mo
     family = family_of(architecture, raw)
     hf = read_stated(raw)
     if hf is None:
-        hf = _hf_config(folder)
+        hf = _hf_config(folder, raw, family)
         if family.text_of:
             tied, hf = hf.tie_word_embeddings, hf.text_config
             if not family.tied_by_text:
@@ -284,7 +291,9 @@ def _architecture_of(raw: dict[str, Any]) -> str:
             "architectures",
         )
     family = family_of(name, raw)
-    _check_model_type(raw, family.text_of or family.model_type, name)
+    stated = raw.get("model_type")
+    if stated not in family.other_types:
+        _check_model_type(raw, family.text_of or family.model_type, name)
     if family.text_of and "text_config" in raw:  # older files have its fields in the whole's place
         raw = _text_part(raw)
         _check_model_type(raw, family.model_type, name)
@@ -311,33 +320,16 @@ def _check_model_type(raw: dict[str, Any], wanted: str, architecture: str) -> No
         raise ConfigError(message, "model_type")
 
 
-def _hf_config(folder: Path) -> Any:
-    from transformers import AutoConfig
+def _hf_config(folder: Path, raw: dict[str, Any], family: Family) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
+        if raw["model_type"] in family.other_types:
+            fields = {n: v for n, v in raw.items() if n not in ("auto_map", "model_type")}
+            return CONFIG_MAPPING[family.model_type].from_dict(fields)
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{folder / 'config.json'} is not valid: {error}", "model") from error
-
-
-_SIZES = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("intermediate_size", "moe_intermediate_size"),
-    *("max_position_embeddings", "n_shared_experts"),
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads", "vocab_size_per_layer_input"),
-    *("mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_n_heads"),
-)
-_NUMBERS = (
-    *("attention_multiplier", "attn_logit_softcapping", "embedding_multiplier"),
-    "final_logit_softcapping",
-    *("layer_norm_eps", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
-    *("residual_multiplier", "rms_norm_eps", "routed_scaling_factor"),
-    *("swiglu_alpha", "swiglu_limit"),
-)
-"""Fields that must be finite where a configuration has them."""
-_FACTORS = "attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"
-"""Those that must not be null either."""
 
 
 def _build(
@@ -347,8 +339,12 @@ def _build(
     distinct = [p for i, p in enumerate(ropes) if p not in ropes[:i]]
     _check_activation(hf, family)
     layers, windows = family.layers(hf), family.windows(hf)
-    _check_numbers(hf, family, windows)
-    shape = layers[0] if layers else None
+    check_numbers(hf, family.mlp_width, windows)
+    shape, latent = layers[0] if layers else None, family.latent(hf)
+    num_kv_heads = shape.num_kv_heads if shape else hf.num_key_value_heads or 0
+    head_dim = shape.head_dim if shape else _head_dim(hf)
+    if latent is not None:
+        num_kv_heads, head_dim = 1, latent.width
     return ModelConfig(
         architecture=architecture,
         vocab_size=hf.vocab_size,
@@ -356,8 +352,8 @@ def _build(
         intermediate_size=getattr(hf, family.mlp_width, 0),
         num_layers=hf.num_hidden_layers,
         num_heads=hf.num_attention_heads,
-        num_kv_heads=shape.num_kv_heads if shape else hf.num_key_value_heads or 0,
-        head_dim=shape.head_dim if shape else _head_dim(hf),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         norm_eps=getattr(hf, family.norm_eps),
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         attention_bias=_flag(hf, family.attention_bias),
@@ -371,6 +367,7 @@ def _build(
         dtype=_dtype(raw),
         moe=family.moe(hf),
         linear=family.linear(hf),
+        latent=latent,
         output_gate=family.output_gate,
         fused_qkv=family.fused_qkv,
         mlp_names=family.mlp_names,
@@ -388,27 +385,14 @@ def _build(
     )
 
 
-def _check_numbers(hf: Any, family: Family, windows: tuple[int | None, ...]) -> None:
-    sizes = [(name, getattr(hf, name, None)) for name in (*_SIZES, family.mlp_width)]
-    for name, size in (*sizes, *(("sliding_window", window) for window in set(windows))):
-        if size is not None and not 1 <= size < 1 << 31:
-            raise ConfigError(f"{name} must be at least 1 and below 2**31, got {size}", name)
-    for name in _FACTORS:
-        if getattr(hf, name, 0) is None:
-            raise ConfigError(f"{name} must be a number, got null", name)
-    for name in _NUMBERS:
-        number = getattr(hf, name, None) or 0.0
-        if not abs(number) <= sys.float_info.max or (number < 0 and name.endswith("_eps")):
-            raise ConfigError(f"{name} can't be {number!r:.80}", name)
-
-
 def _head_dim(hf: Any) -> int:
     stated: int | None = getattr(hf, "head_dim", None)
     return stated or hf.hidden_size // hf.num_attention_heads
 
 
 def _rope(parameters: RopeParameters, hf: Any, family: Family) -> RopeConfig:
-    rope = read_rope(parameters, hf, family.partial_rotary, family.interleaved_rope)
+    interleaved = _flag(hf, family.interleaved_rope)
+    rope = read_rope(parameters, hf, family.partial_rotary, interleaved)
     return with_query_growth(rope, parameters) if family.query_growth else rope
 
 

@@ -21,6 +21,7 @@ from weft.models.blueprint import EMBED, HEAD, LAST_NORM, is_linear, sinks_of
 from weft.models.builder import LayerBuilder
 from weft.models.config import ModelConfig
 from weft.models.gemma4 import Gemma4Blocks
+from weft.models.latent_attention import LatentLayer
 from weft.models.layers import (
     Embedding,
     Head,
@@ -62,18 +63,17 @@ class Decoder:
         layers = range(config.num_layers)
         self._sorts = [parts.sort(i) for i in layers]
         self._layers = [
-            _LinearLayer(parts, i) if is_linear(config, i) else AttentionLayer(parts, i)
+            _LinearLayer(parts, i) if is_linear(config, i) else attention_layer(parts, i)
             for i in layers
         ]
         names = [f"model.layers.{i}.{name}" for i in layers for name in config.norm_names]
         self._norms = [parts.norm(name) for name in (*names, LAST_NORM)]
         """The norms of all layers, in the order of their use, and the last norm."""
         self._head = Head(weights.head, parts.group(HEAD), ranks, weights.deterministic)
-        ropes = [(rope, config.layer(i).head_dim) for i, rope in enumerate(config.ropes)]
+        ropes = [(rope, config.rope_dim(i)) for i, rope in enumerate(config.ropes)]
         distinct = list(dict.fromkeys(ropes))
         self.ropes = [
-            RopeTable(rope, head_dim, max_model_len, self.dtype, self.device)
-            for rope, head_dim in distinct
+            RopeTable(rope, size, max_model_len, self.dtype, self.device) for rope, size in distinct
         ]
         self._rope_of_layer = [distinct.index(rope) for rope in ropes]
         self._gemma4 = Gemma4Blocks(parts) if config.blocks == "gemma4" else None
@@ -130,13 +130,14 @@ class Decoder:
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """How many bytes the keys and values of one block take over all layers, including the multi-
-    token prediction head if that is served."""
+    """How many bytes the keys and values, or latents, of one block take over all layers, including
+    the multi-token prediction head if that is served."""
     per_token = 0
     for i in range(config.num_layers):
         shape = config.layer(i)
         if shape.cache == i and not is_linear(config, i):
-            per_token += 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+            of_keys = shape.num_kv_heads * shape.head_dim * dtype.itemsize
+            per_token += of_keys if config.latent is not None else 2 * of_keys
     if config.mtp_head:
         per_token += 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
     return block_size * per_token
@@ -159,7 +160,8 @@ def allocate_kv_cache(
     num_states: int = 0,
 ) -> list[LayerCache]:
     """The cache of every layer, zeroed: (num_blocks, block_size, kv_heads, head_dim) each, or the
-    states of a layer with linear attention. Layers that share a cache have the same one."""
+    states of a layer with linear attention. Layers that share a cache have the same one. Latents
+    have the place of keys, and the values are views of their first part."""
     found: list[LayerCache] = []
     states = iter(_states_of_layers(config, num_states, dtype, device))
     for i in range(config.num_layers):
@@ -170,7 +172,9 @@ def allocate_kv_cache(
             found.append(found[own.cache])
         else:
             shape = (num_blocks, block_size, own.num_kv_heads, own.head_dim)
-            k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            k = torch.zeros(shape, dtype=dtype, device=device)
+            latent = config.latent
+            v = torch.zeros_like(k) if latent is None else k[..., : latent.rank]
             found.append(KVCache(k, v))
     return found
 
@@ -314,4 +318,10 @@ class _LinearLayer:
         return self._attention(x_TI, step, cache)
 
 
-_Layers = Iterable[tuple[AttentionLayer | _LinearLayer, LayerCache, Rope]]
+def attention_layer(parts: LayerBuilder, index: int) -> AttentionLayer | LatentLayer:
+    """A layer with a KV cache, of keys and values or of latents."""
+    kind = AttentionLayer if parts.config.latent is None else LatentLayer
+    return kind(parts, index)
+
+
+_Layers = Iterable[tuple[AttentionLayer | LatentLayer | _LinearLayer, LayerCache, Rope]]

@@ -81,7 +81,9 @@ class MoeConfig:
     """Whether an expert's weight is the sigmoid of its logit; else weights are a softmax."""
     groups: tuple[int, int] = (1, 1)
     """Into how many groups of neighbours experts are divided, and how many of these groups a token
-    chooses from: those whose two best experts are best together."""
+    chooses from: the best ones."""
+    best_of_group: int = 2
+    """A group is as good as its best experts together; here is how many of them count."""
     correction: str = ""
     """What the MLP calls a float32 tensor that is added to the experts' weights for the choice
     alone; "": there is none."""
@@ -144,6 +146,28 @@ class LayerShape:
     computes queries."""
     keys_are_values: bool = False
     """Whether the projection to keys also gives the values, without a projection to values."""
+
+
+class LatentConfig(NamedTuple):
+    """Attention whose keys and values are projections of one latent vector of each token, and whose
+    cache holds the latents: see `weft.models.latent_attention`."""
+
+    query_rank: int | None
+    """The width of the latent that queries are projected from; None: the layer's input is."""
+    rank: int
+    """The width of the latent of keys and values."""
+    key_dim: int
+    """The part of each head's query and key that has no position. That of a key is a projection of
+    the latent."""
+    rope_dim: int
+    """The part of each head's query and key that is rotated. All heads have the same such key,
+    which is behind the latent in the cache."""
+    value_dim: int
+
+    @property
+    def width(self) -> int:
+        """How many numbers of a token the cache of a layer holds."""
+        return self.rank + self.rope_dim
 
 
 class TokenInputsConfig(NamedTuple):
@@ -290,6 +314,7 @@ class Family:
     """How one architecture's configuration is read. A string names the field that decides."""
 
     model_type: str
+    """What configurations state, and transformers knows."""
     windows: Callable[[Any], tuple[int | None, ...]]
     attention_bias: bool | str = False
     attention_out_bias: bool | str = False
@@ -310,7 +335,7 @@ class Family:
     value_norm: bool = False
     """Whether each head's values have an RMS norm without weights."""
     token_inputs: Callable[[Any], TokenInputsConfig | None] = lambda hf: None
-    interleaved_rope: bool = False
+    interleaved_rope: bool | str = False
     query_growth: bool = False
     """Whether queries grow with their position (see `RopeConfig.query_growth`)."""
     partial_rotary: bool = False
@@ -319,6 +344,7 @@ class Family:
     """For each layer; None: its positions are not rotated."""
     moe: Callable[[Any], MoeConfig | None] = lambda hf: None
     linear: Callable[[Any], LinearConfig | None] = lambda hf: None
+    latent: Callable[[Any], LatentConfig | None] = lambda hf: None
     output_gate: bool = False
     """Whether q_proj's output has a gate behind each head's query, for the output of attention."""
     scales: Callable[[Any], Scales] = _no_scales
@@ -337,6 +363,9 @@ class Family:
     """Whether checkpoints may hold the experts' weights in mxfp4."""
     norm_eps: str = "rms_norm_eps"
     """The name of the configuration's field with the norms' epsilon."""
+    other_types: tuple[str, ...] = ()
+    """What configurations with the same fields may state as well, which transformers does not
+    know."""
     text_of: str = ""
     """If this is the text part of a larger model: that model's `model_type`. The configuration is
     then its `text_config`."""

@@ -4,6 +4,8 @@ at their default: a model that sets one is refused by its name, never served app
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 from weft.core.errors import ConfigError
@@ -32,6 +34,7 @@ READ = frozenset(
         "hidden_size",
         "hidden_size_per_layer_input",
         "intermediate_size",
+        "kv_lora_rank",
         "layer_norm_eps",
         "layer_rope_theta",
         "layer_types",
@@ -51,6 +54,7 @@ READ = frozenset(
         "mamba_proj_bias",
         "max_position_embeddings",
         "mlp_bias",
+        "mlp_layer_types",
         "mlp_only_layers",
         "model_type",
         "moe_intermediate_size",
@@ -76,11 +80,16 @@ READ = frozenset(
         "original_max_position_embeddings",
         "per_layer_config",
         "position_embedding_type",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
         "qkv_bias",
         "quantization_config",
         "query_pre_attn_scalar",
         "residual_multiplier",
         "rms_norm_eps",
+        "rope_interleave",
         "rope_parameters",
         "rotary_dim",
         "routed_scaling_factor",
@@ -93,11 +102,13 @@ READ = frozenset(
         "tie_word_embeddings",
         "top_k_experts",
         "topk_group",
+        "topk_method",
         "use_bias",
         "use_bidirectional_attention",
         "use_double_wide_mlp",
         "use_qk_norm",
         "use_sliding_window",
+        "v_head_dim",
         "vocab_size",
         "vocab_size_per_layer_input",
     }
@@ -118,6 +129,7 @@ WITHOUT_EFFECT = frozenset(
         "pad_token_id",
         # training
         "attention_dropout",
+        "aux_loss_alpha",
         "embd_pdrop",
         "initializer_range",
         "output_router_logits",
@@ -125,11 +137,13 @@ WITHOUT_EFFECT = frozenset(
         "residual_dropout",
         "router_aux_loss_coef",
         "router_jitter_noise",
+        "seq_aux",
         # how transformers computes or answers, not what
         "mamba_chunk_size",
         "_attn_implementation_autoset",
         "cache_implementation",
         "chunk_size_feed_forward",
+        "ep_size",
         "use_parallel_embedding",
         "id2label",
         "label2id",
@@ -160,7 +174,8 @@ COMPUTED = {
     "output_gate_type": "swish",
     # Qwen 3 VL MoE
     "norm_topk_prob": True,
-    # MiniMax M2, dots.llm1
+    # MiniMax M2, dots.llm1, DeepSeek V3
+    "moe_layer_freq": 1,
     "topk_method": "noaux_tc",
     "qk_norm_type": "per_layer",
     "scoring_func": "sigmoid",
@@ -178,12 +193,15 @@ COMPUTED = {
     "use_parallel_block": True,
 }
 """Fields that transformers does not know, and the values that say what is computed in any case."""
+_COMPUTED_OTHERWISE = {"deepseek_v2": {"scoring_func": "softmax"}}
+"""The same where a type of models differs."""
 
 
 def check_fields(hf: Any) -> None:
     """Check all fields of a configuration of transformers. Raises ConfigError for a field that is
     not at its default, unless it is read or has no effect."""
     defaults, stated = type(hf)().to_dict(), hf.to_dict()
+    computed = COMPUTED | _COMPUTED_OTHERWISE.get(hf.model_type, {})
     if "per_layer_config" in stated.keys() - defaults.keys():
         raise ConfigError(f"per_layer_config is not served for {hf.model_type}", "per_layer_config")
     for name, value in stated.items():
@@ -193,5 +211,42 @@ def check_fields(hf: Any) -> None:
         if is_known and value != defaults[name]:
             message = f"{name} {value!r} is not served, only {defaults[name]!r}"
             raise ConfigError(message, name)
-        if not is_known and (value != COMPUTED[name] if name in COMPUTED else value):
+        if not is_known and (value != computed[name] if name in computed else value):
             logger.warning("config.json: %s is not known to transformers; it is ignored", name)
+
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "moe_intermediate_size"),
+    *("max_position_embeddings", "n_shared_experts"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "vocab_size_per_layer_input"),
+    *("mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_n_heads"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_NUMBERS = (
+    *("attention_multiplier", "attn_logit_softcapping", "embedding_multiplier"),
+    "final_logit_softcapping",
+    *("layer_norm_eps", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
+    *("residual_multiplier", "rms_norm_eps", "routed_scaling_factor"),
+    *("swiglu_alpha", "swiglu_limit"),
+)
+"""Fields that must be finite where a configuration has them."""
+_FACTORS = "attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"
+"""Those that must not be null either."""
+
+
+def check_numbers(hf: Any, mlp_width: str, windows: Iterable[int | None]) -> None:
+    """Check the sizes and numbers of a configuration of transformers, and the windows of its
+    layers. `mlp_width`: the field with the width of dense MLPs. Raises ConfigError."""
+    sizes = [(name, getattr(hf, name, None)) for name in (*_SIZES, mlp_width)]
+    for name, size in (*sizes, *(("sliding_window", window) for window in set(windows))):
+        if size is not None and not 1 <= size < 1 << 31:
+            raise ConfigError(f"{name} must be at least 1 and below 2**31, got {size}", name)
+    for name in _FACTORS:
+        if getattr(hf, name, 0) is None:
+            raise ConfigError(f"{name} must be a number, got null", name)
+    for name in _NUMBERS:
+        number = getattr(hf, name, None) or 0.0
+        if not abs(number) <= sys.float_info.max or (number < 0 and name.endswith("_eps")):
+            raise ConfigError(f"{name} can't be {number!r:.80}", name)

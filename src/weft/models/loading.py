@@ -150,6 +150,7 @@ def _check_deterministic(config: ModelConfig) -> None:
     for has, what in (
         (config.moe is not None, "a mixture of experts"),
         (config.linear is not None, "linear attention"),
+        (config.latent is not None, "attention to latents"),
     ):
         if has:
             message = f"--deterministic does not serve {what}, which {config.architecture} has"
@@ -261,7 +262,7 @@ def dummy_weights(
                 own = empty_linear(shard.own, dtype, device, key)
             same = own if shard.size == 1 else _empty_matrix(group, num, dtype, device)
             fill(place_of(shard, group.slices, own), same)
-            if form is not None and late and group.kind == "linear":
+            if form is not None and late and group.packed.any_format:
                 weights.matrices[key] = form.quantize(own)
     for group in shard.whole.groups:
         if group.packed.bias:
@@ -288,8 +289,7 @@ def allocate_weights(
     products with few rows read faster; the embedding is read by row, and experts lie one after
     another.
     `late`: linear layers' matrices get no memory yet, as each is put into its format by itself."""
-    table = shard.own
-    weights = Weights(table, {}, {}, {})
+    weights = Weights(table := shard.own, {}, {}, {})
     # The head lies before the layers: behind them, a decode step on an H200 takes 1 % longer.
     for key in sorted(table.by_key, key=lambda key: key not in (EMBED, HEAD)):
         group = table.by_key[key][0]
@@ -301,7 +301,7 @@ def allocate_weights(
             weights.matrices[key] = DenseWeight(weights.embed[rows])
         else:
             (share,) = shard.weight_rows(group.slices[0]) if group.kind == "head" else (None,)
-            where = torch.device("meta" if late and group.kind == "linear" else device)
+            where = torch.device("meta" if late and group.packed.any_format else device)
             matrix = _empty_matrix(group, table.num_experts, dtype, where, share)
             weights.matrices[key] = DenseWeight(matrix)
         if group.packed.bias and shard.adds_vectors(group.slices[0]):
@@ -347,7 +347,7 @@ def empty_linear(table: TargetTable, dtype: torch.dtype, device: torch.device, k
 def quantize_weights(weights: Weights, form: Format) -> None:
     """Put the layers' matrices into a format."""
     for key, (group, *_) in weights.table.by_key.items():
-        if group.kind == "linear":
+        if group.packed.any_format:
             weights.matrices[key] = form.quantize(weights.dense(key))
 
 

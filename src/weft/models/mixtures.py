@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +78,64 @@ def routed(hf: Any, num_dense: int = 0) -> MoeConfig | None:
         least_sum=1e-20,
         scale=float(hf.routed_scaling_factor),
     )
+
+
+_CORRECTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+"""What configurations of mixtures with corrected sigmoids may state beside what is read."""
+
+
+def deepseek_v3_moe(hf: Any) -> MoeConfig | None:
+    _check_stated(hf, _CORRECTED)
+    _check_counts(hf, 0, "first_k_dense_replace")
+    return glm4_moe(hf)
+
+
+def deepseek_v2_moe(hf: Any) -> MoeConfig | None:
+    only = {"scoring_func": "softmax", "moe_layer_freq": 1, "mlp_bias": False}
+    _check_stated(hf, only | {"norm_topk_prob": False})
+    _check_counts(hf, 0, "first_k_dense_replace")
+    if hf.topk_method not in ("greedy", "group_limited_greedy"):
+        raise ConfigError(f"topk_method {hf.topk_method!r} is not served", "topk_method")
+    in_groups = hf.topk_method == "group_limited_greedy"
+    if in_groups:
+        _check_counts(hf, 1, "n_group", "topk_group")
+    layers = tuple(i >= hf.first_k_dense_replace for i in range(hf.num_hidden_layers))
+    if not any(layers):
+        return None
+    _check_counts(hf, 1, "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
+    return _mixture(
+        *(hf, hf.n_routed_experts, hf.moe_intermediate_size, False),
+        round_weights=False,
+        layers=layers,
+        shared_size=hf.moe_intermediate_size * hf.n_shared_experts,
+        shared_gated=False,
+        exact_router=True,
+        groups=(hf.n_group, hf.topk_group) if in_groups else (1, 1),
+        best_of_group=1,
+        scale=float(hf.routed_scaling_factor),
+    )
+
+
+def glm4_moe_lite(hf: Any) -> MoeConfig | None:
+    _check_stated(hf, _CORRECTED)
+    types, num = hf.mlp_layer_types, hf.num_hidden_layers
+    if len(types) != num or not set(types) <= {"dense", "sparse"}:
+        message = f"mlp_layer_types must name dense or sparse for each of the {num} layers"
+        raise ConfigError(f"{message}, got {types!r:.200}", "mlp_layer_types")
+    layers = tuple(kind == "sparse" for kind in types)
+    if not any(layers):
+        return None
+    every = routed(hf)
+    return every and replace(every, layers=layers)
+
+
+def _check_stated(hf: Any, only: Mapping[str, object]) -> None:
+    """Raises ConfigError for a field that is there with another value than the only one served."""
+    for name, wanted in only.items():
+        found = getattr(hf, name, wanted)
+        if found != wanted:
+            message = f"{name} {found!r:.80} is not served for {hf.model_type}, only {wanted!r}"
+            raise ConfigError(message, name)
 
 
 def ernie4_5_moe(hf: Any) -> MoeConfig | None:

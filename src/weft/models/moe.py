@@ -190,7 +190,8 @@ class SparseMlp:
     def choice(self) -> ExpertChoice:
         moe = self.moe
         weights = moe.weights_of_chosen, moe.normalize, moe.round_weights, moe.sigmoid
-        return ExpertChoice(moe.top_k, *weights, *moe.groups, moe.least_sum)
+        groups = *moe.groups, moe.best_of_group
+        return ExpertChoice(moe.top_k, *weights, *groups, moe.least_sum)
 
     @property
     def experts(self) -> ExpertWeights:

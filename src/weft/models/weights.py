@@ -190,7 +190,8 @@ def places_of(weights: Weights, shard: Shard, moe: MoeConfig | None) -> dict[str
             views, start = weights.dense(key).split_with_sizes(own.packed.widths), 0
             for name, target, view in zip(names, group.slices, views, strict=True):
                 place = place_of(shard, (target,), view)
-                places[f"{name}.weight"] = place._replace(of=(key, start))
+                of = (key, start) if group.packed.any_format else None
+                places[f"{name}.weight"] = place._replace(of=of)
                 start += len(view)
         if group.packed.bias:
             bias = weights.biases.get(key)

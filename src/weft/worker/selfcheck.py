@@ -26,27 +26,24 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import AdapterQuarantined, WeftError
 from weft.core.stats import CheckResult
-from weft.core.targets import Group, ImageLayout, TargetTable, layout_of
+from weft.core.targets import ImageLayout, TargetTable, layout_of
 from weft.kernels.attention import make_batch
 from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.delta import StateRows
-from weft.kernels.linear import Weight
 from weft.kernels.lora import AdapterPool, LoraBackend, LoraBatch, LoraStep, Segment
-from weft.kernels.lora.base import ExpertStep, NormStep, VocabularyStep
+from weft.kernels.lora.base import NormStep, VocabularyStep
 from weft.kernels.lora.extras import norms_of, vocabulary_of, with_extras
 from weft.kernels.lora.oracle import ImageStep
-from weft.kernels.ops import Product
 from weft.models.decoder import Decoder, LayerCache, StepContext
+from weft.worker.compared import Both, known, logits_tolerance, mismatch, norms_between, quarantine
 from weft.worker.protocol import ProbeResult
 from weft.worker.step import StepTensors, hidden_states, logits
 
@@ -77,45 +74,6 @@ class Activity:
 
     def is_recent(self) -> bool:
         return time.monotonic() - self._launched_s < BUSY_S
-
-
-class Tolerance(NamedTuple):
-    """How far a result may be off, in Frobenius norms: the part `effect` of the adapter's effect,
-    plus the part `rounding` of the values with and without the adapter."""
-
-    effect: float
-    rounding: float
-
-    def excess(self, deviation: float, effect: float, base: float) -> float:
-        """The deviation as a multiple of what is allowed: above 1 is a mismatch, and so is NaN,
-        which infinite values give."""
-        with_it = math.hypot(effect, base)  # as the two are about orthogonal
-        allowed = self.effect * effect + self.rounding * (with_it + base)
-        return deviation / (allowed + torch.finfo(torch.float32).tiny)
-
-
-def _norms(got: Tensor, want: Tensor, base: Tensor) -> Tensor:
-    """fp32 (3,) of the deviation, the adapter's effect and the base's part."""
-    got, want, base = got.float(), want.float(), base.float()
-    parts = torch.stack((got - want, want - base, base)).flatten(1)
-    norms: Tensor = torch.linalg.vector_norm(parts, dim=1)
-    return norms
-
-
-def layer_tolerance(dtype: torch.dtype) -> Tolerance:
-    """How far one layer's output may be off. It is rounded once or twice, each time by a quarter
-    of eps on average (eps: the distance of numbers at 1), so eps leaves a margin. The product with
-    A may be rounded too, so that the effect is off by as much. In fp32 the order of summing some
-    thousand products matters, which costs several digits more than eps."""
-    eps = torch.finfo(dtype).eps
-    return Tolerance(max(1e-3, 2 * eps), max(4e-6, eps))
-
-
-def logits_tolerance(dtype: torch.dtype) -> Tolerance:
-    """How far the logits may be off: the roundings of n layers add up, about as sqrt(n), and layers
-    may amplify them."""
-    eps = torch.finfo(dtype).eps
-    return Tolerance(max(1e-2, 8 * eps), max(1e-3, 8 * eps))
 
 
 class SelfCheck:
@@ -164,7 +122,7 @@ class SelfCheck:
             except AdapterQuarantined:
                 raise
             except Exception as error:  # a step with this adapter would end all requests
-                raise _quarantine(f"{type(error).__name__}: {error}") from error
+                raise quarantine(f"{type(error).__name__}: {error}") from error
 
     def rehearse(self) -> None:
         """Check an adapter that changes nothing, so that the kernels of checks are loaded."""
@@ -185,7 +143,7 @@ class SelfCheck:
         probe = _Probe.make(self._tokens(image), self._block_size, self._decoder.device)
         rows, own_rank = (TOKENS, SAMPLED, 2 * TOKENS), self._ranks.rank
         oracle = ImageStep(self._table, image.layout, pool.arena, *rows, own_rank)
-        both = _Both(_served(backend, pool, probe), oracle, pool)
+        both = Both(_served(backend, pool, probe), oracle, pool, 2 * TOKENS)
         right = self._logits(probe, both, both, both.vocabulary, paced)
         if not bool(right.isfinite().all()):
             return "skipped"  # even the oracle overflows in this dtype
@@ -194,10 +152,10 @@ class SelfCheck:
             step = _served(backend, pool, probe)
             got = self._logits(probe, step, norms_of(step), vocabulary_of(step), paced)
             base = right[:SAMPLED].repeat(2, 1)
-            norms = _norms(got, right, base).tolist()
+            norms = norms_between(got, right, base).tolist()
             excess = logits_tolerance(self._decoder.dtype).excess(*norms)
             if not excess <= 1:
-                raise _mismatch("the logits", excess)
+                raise mismatch("the logits", excess)
         self._passed.add(image.layout)
         return "passed"
 
@@ -254,7 +212,7 @@ class SelfCheck:
         context = StepContext(probe.positions_T, batch, lora, norms, vocabulary, states)
         step = StepTensors(probe.ids_T, None, probe.sampled_N, context)
         hidden_TI = hidden_states(self._decoder, step, self._layers(paced))
-        return _known(logits(self._decoder, step, hidden_TI).float())
+        return known(logits(self._decoder, step, hidden_TI).float())
 
 
 def probed(
@@ -319,132 +277,3 @@ class _Probe:
 def _served(backend: LoraBackend, pool: AdapterPool, probe: _Probe) -> LoraStep:
     """The step that the probe's rows would have if requests had sent them."""
     return with_extras(backend.begin(probe.lora), pool, probe.lora)
-
-
-class _Both(LoraStep):
-    """The LoraStep and NormStep of the oracle, which also run the serving step on the same inputs
-    and record how far its results are off."""
-
-    def __init__(self, served: LoraStep, oracle: ImageStep, pool: AdapterPool) -> None:
-        self._served, self._oracle = served, oracle
-        self._norms = norms_of(served)
-        added = vocabulary_of(served)
-        self.vocabulary = _BothVocabulary(self, added, oracle) if added is not None else None
-        self._table = pool.table
-        self._tolerance = layer_tolerance(pool.arena.dtype)
-        # Made well ahead, as kernels may read slots before the kernels ahead of them have ended.
-        self._no_slot_T = pool.rank_SL.new_full((2 * TOKENS,), -1)
-        self._places: list[str] = []
-        self._norms_at: list[Tensor] = []
-
-    def check(self) -> None:
-        """Raise AdapterQuarantined for the first place where they differ."""
-        found = torch.stack(self._norms_at).tolist()
-        for place, norms in zip(self._places, found, strict=True):
-            excess = self._tolerance.excess(*norms)
-            if not excess <= 1:
-                raise _mismatch(place, excess)
-
-    def start(self, x_TI: Tensor, group: int) -> None:
-        self._served.start(x_TI, group)
-
-    def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
-        self.compare(y_TO, x_TI, group, self._served.linear, self._oracle.linear)
-
-    def product(
-        self, x_TI: Tensor, weight: Weight, bias_O: Tensor | None, group: int
-    ) -> Product | None:
-        served = self._served.product(x_TI, weight, bias_O, group)
-        if served is None:
-            return None
-        pending = served.pending
-        base = weight.apply(x_TI, bias_O) if pending is None else served.y_TO
-        want = base.clone()
-        self._oracle.linear(want, x_TI, group)
-        self.note(_name(self._table.groups[group]), served.whole(), want, base)
-        return Product(want, pending and replace(pending, slot_T=self._no_slot_T))
-
-    def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
-        self.compare(y_TO, ids_T, group, self._served.embedding, self._oracle.embedding)
-
-    def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
-        self.compare(y_NV, x_NI, group, self._served.head, self._oracle.head)
-
-    def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
-        served, oracle = (s.experts(token_P, expert_P) for s in (self._served, self._oracle))
-        return _BothExperts(self, served, oracle, slice(int((expert_P >= 0).sum())))
-
-    def of(self, index: int) -> list[tuple[int, int, Tensor]]:
-        wanted = self._oracle.of(index)
-        got = self._norms.of(index) if self._norms is not None else []
-        same = len(got) == len(wanted) and all(
-            g[:2] == w[:2] and torch.equal(g[2], w[2]) for g, w in zip(got, wanted, strict=True)
-        )
-        if not same:
-            raise _mismatch(self._table.norms[index].name, torch.inf)
-        return wanted
-
-    def compare(self, y: Tensor, x: Tensor, group: int, served: _Apply, oracle: _Apply) -> None:
-        base, got = y.clone(), y.clone()
-        served(got, x, group)
-        oracle(y, x, group)
-        self.note(_name(self._table.groups[group]), got, y, base)
-
-    def note(self, place: str, got: Tensor, want: Tensor, base: Tensor) -> None:
-        """Record a comparison for `check`, so that the check waits for the device only once."""
-        if got.shape != want.shape:
-            raise _mismatch(place, torch.inf)
-        self._places.append(place)
-        self._norms_at.append(_norms(got, want, base))
-
-
-_Apply = Callable[[Tensor, Tensor, int], None]
-
-
-class _BothExperts:
-    def __init__(self, both: _Both, served: ExpertStep, oracle: ExpertStep, here: slice) -> None:
-        self._both, self._served, self._oracle, self._here = both, served, oracle, here
-
-    def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
-        y, x = y_PO[self._here], x_PI[self._here]  # what has no expert here may be anything
-        self._both.compare(y, x, group, self._served.linear, self._oracle.linear)
-
-
-class _BothVocabulary:
-    def __init__(self, both: _Both, served: VocabularyStep, oracle: ImageStep) -> None:
-        self._both, self._served, self._oracle = both, served, oracle
-
-    def embedding(self, y_TO: Tensor, ids_T: Tensor) -> None:
-        base, got = y_TO.clone(), y_TO.clone()
-        self._served.embedding(got, ids_T)
-        self._oracle.added_embedding(y_TO, ids_T)
-        self._both.note("the embedding of added tokens", got, y_TO, base)
-
-    def logits(self, y_NV: Tensor, x_NI: Tensor) -> Tensor:
-        got = self._served.logits(y_NV.clone(), x_NI)
-        want = self._oracle.added_logits(y_NV, x_NI)
-        base = F.pad(y_NV, (0, want.shape[1] - y_NV.shape[1]))
-        self._both.note("the logits of added tokens", _known(got), _known(want), base)
-        return want
-
-
-def _known(logits: Tensor) -> Tensor:
-    """The logits with 0 at tokens outside a row's vocabulary, where they are -inf."""
-    return logits.masked_fill(logits == -torch.inf, 0)
-
-
-def _name(group: Group) -> str:
-    first, *others = group.slices
-    return ", ".join([first.name, *(s.suffix for s in others)])
-
-
-def _mismatch(place: str, excess: float) -> AdapterQuarantined:
-    return _quarantine(f"on a probe, {place} was off by {excess:.3g} times what rounding allows")
-
-
-def _quarantine(reason: str) -> AdapterQuarantined:
-    return AdapterQuarantined(
-        "the adapter failed its check on this device, and is not served until it is loaded and "
-        f"passes: {reason}",
-        "lora_path",
-    )

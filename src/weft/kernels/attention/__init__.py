@@ -151,11 +151,11 @@ class Attend(Protocol):
         sinks_H: Tensor | None = None,
         cap: float | None = None,
     ) -> Tensor:
-        """Returns (T, H, D), with the D of values, in q's dtype. Row t, at position p of its sequence, attends to the
-        positions in (p - window, p], or to all up to p when `window` is None. Query head h reads
-        key head h // (H / K). `sinks_H`: a score for each head that takes part in its softmax but
-        has no value, so that weights may sum to less than 1. `cap`: see `capped`; not together with
-        sinks."""
+        """Returns (T, H, D), with the D of values, in q's dtype. Row t, at position p of its
+        sequence, attends to the positions in (p - window, p], or to all up to p when `window` is
+        None. Query head h reads key head h // (H / K). `sinks_H`: a score for each head that takes
+        part in its softmax but has no value, so that weights may sum to less than 1. `cap`: see
+        `capped`; not together with sinks."""
 
 
 def capped(score: Tensor, cap: float | None) -> Tensor:

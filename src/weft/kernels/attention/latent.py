@@ -1,5 +1,5 @@
-"""Attention to latents by Triton kernels: all heads read one key, whose first part is the value; see
-`weft.models.latent_attention`.
+"""Attention to latents by a Triton kernel: all heads read one key, whose first part is the value;
+see `weft.models.latent_attention`.
 
 Shapes: T token rows, S sequences, H query heads, L the latent, R the rotated part of a key, B
 blocks of a sequence.

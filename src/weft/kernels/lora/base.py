@@ -268,6 +268,9 @@ class LoraStep(Protocol):
     """The adapters of one step, as layers call them. Methods that take `y` add to it in place.
     Steps inherit from this, so that those without fused kernels have `product` and `start`."""
 
+    absorbed: AbsorbedStep | None = None
+    """The step's adapters of projections that are absorbed; None: it has none."""
+
     def product(
         self, x_TI: Tensor, weight: Weight, bias_O: Tensor | None, group: int
     ) -> Product | None:
@@ -316,6 +319,22 @@ class NormStep(Protocol):
 
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
         """For a norm of the table, (first row, end, weight) of the rows that have their own."""
+
+
+class AbsorbedStep(Protocol):
+    """The adapters of one step in projections that are absorbed: see `weft.core.targets.Packed`.
+    H heads, of key size N and value size V, from latents of size L. Adapters change the whole
+    projection as in `LoraStep`; what they shift keys by changes no weight of attention."""
+
+    def scaled(self, q_THN: Tensor, group: int) -> Tensor:
+        """The queries, times the adapters' factors of the keys; `q` itself if there are none."""
+
+    def add_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
+        """Add the adapters' part to the scaled queries' product with the projection to keys."""
+
+    def finish_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
+        """Add the adapters' part to the product of sums of latents with the projection to values,
+        and scale and shift it."""
 
 
 class VocabularyStep(Protocol):

@@ -16,6 +16,7 @@ from torch import Tensor
 from weft.core.targets import ImageLayout, vocabulary
 from weft.kernels.linear import product
 from weft.kernels.lora.base import (
+    AbsorbedStep,
     AdapterPool,
     ExpertStep,
     LoraBatch,
@@ -27,8 +28,12 @@ from weft.kernels.lora.base import (
 
 
 def has_extras(pool: AdapterPool, slots: Iterable[int]) -> bool:
-    """Whether any of these slots holds more than A and B."""
-    return any((placed := pool.placed(slot)) and placed[1].has_extras for slot in slots)
+    """Whether any of these slots holds more than A and B, or A and B of an absorbed projection."""
+    return any((placed := pool.placed(slot)) and _is_special(placed[1]) for slot in slots)
+
+
+def _is_special(layout: ImageLayout) -> bool:
+    return layout.has_extras or layout.has_absorbed
 
 
 def has_experts(pool: AdapterPool, slots: Iterable[int]) -> bool:
@@ -90,6 +95,8 @@ class ExtrasStep(LoraStep):
         self._sampled = _own(pool, batch.sampled_segments)
         added = [[own for own in each if own.num_added] for each in (self._segments, self._sampled)]
         self.vocabulary: VocabularyStep | None = _AddedTokens(pool, *added) if any(added) else None
+        if any(own.layout.has_absorbed for own in self._segments):
+            self.absorbed = _Absorbed(pool, self._segments)
         self.norms = self if any(own.layout.norm_offset for own in self._segments) else None
 
     def start(self, x_TI: Tensor, group: int) -> None:
@@ -144,6 +151,59 @@ class ExtrasStep(LoraStep):
                 part.copy_(moved)
 
 
+class _Absorbed(AbsorbedStep):
+    """The AbsorbedStep of the segments, of which some change absorbed projections."""
+
+    def __init__(self, pool: AdapterPool, segments: list[_Own]) -> None:
+        self._pool = pool
+        self._segments = [own for own in segments if own.layout.has_absorbed]
+
+    def scaled(self, q_THN: Tensor, group: int) -> Tensor:
+        out_THN = q_THN
+        for own in self._segments:
+            scale_HO = self._vector(own, own.layout.scale_offset, group, q_THN.shape[1])
+            if scale_HO is not None:
+                out_THN = q_THN.clone() if out_THN is q_THN else out_THN
+                out_THN[own.start : own.stop] *= scale_HO[:, : q_THN.shape[2]]
+        return out_THN
+
+    def add_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
+        for own in self._segments:
+            if pair := self._pair(own, group, q_THN.shape[1]):
+                a_RL, b_HOR = pair
+                q_HTN = q_THN[own.start : own.stop].transpose(0, 1)
+                v_HTR = q_HTN @ b_HOR[:, : q_THN.shape[2]]
+                y_THL[own.start : own.stop] += (v_HTR @ a_RL).transpose(0, 1)
+
+    def finish_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
+        H, V = y_THV.shape[1:]
+        for own in self._segments:
+            y_nHV = y_THV[own.start : own.stop]
+            if pair := self._pair(own, group, H):
+                a_RL, b_HOR = pair
+                v_HnR = (x_THL[own.start : own.stop] @ a_RL.t()).transpose(0, 1)
+                y_nHV += (v_HnR @ b_HOR[:, -V:].mT).transpose(0, 1)
+            offsets = own.layout.scale_offset, own.layout.shift_offset
+            scale, shift = (self._vector(own, at, group, H) for at in offsets)
+            moved = y_nHV if scale is None else y_nHV * scale[:, -V:]
+            y_nHV.copy_(moved if shift is None else moved + shift[:, -V:])
+
+    def _pair(self, own: _Own, group: int, num_heads: int) -> tuple[Tensor, Tensor] | None:
+        """A (R, L) and B (H, N + V, R) of a segment's adapter."""
+        view = self._pool.view(own.slot, group)
+        if view is None:
+            return None
+        return view.a_RI, view.slices[0].b_OR.view(num_heads, -1, view.a_RI.shape[0])
+
+    def _vector(
+        self, own: _Own, offsets: tuple[int, ...], group: int, num_heads: int
+    ) -> Tensor | None:
+        """A vector of a segment's adapter, fp32 (H, N + V)."""
+        (target,) = self._pool.table.groups[group].slices
+        vector = own.vector(offsets, target.slice, target.out_features)
+        return None if vector is None else vector.view(num_heads, -1)
+
+
 class _AddedTokens:
     """The VocabularyStep of the segments that have added tokens."""
 
@@ -175,7 +235,7 @@ class _Own:
     """The extras of a segment's adapter."""
 
     def __init__(self, pool: AdapterPool, segment: Segment, at: int, layout: ImageLayout) -> None:
-        self.start, self.stop = segment.start, segment.stop
+        self.slot, self.start, self.stop = segment
         self.layout = layout
         self._image = pool.arena[at : at + layout.num_elements]
         self._deterministic = pool.deterministic
@@ -225,7 +285,7 @@ def _own(pool: AdapterPool, segments: tuple[Segment, ...]) -> list[_Own]:
     found: list[_Own] = []
     for segment in segments:
         placed = pool.placed(segment.slot)
-        if placed is not None and placed[1].has_extras:
+        if placed is not None and _is_special(placed[1]):
             found.append(_Own(pool, segment, *placed))
     return found
 

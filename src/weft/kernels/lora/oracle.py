@@ -8,12 +8,14 @@ Shapes: as in `weft.kernels.lora.base`; n rows of the adapter, p pairs of such a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.targets import Group, ImageLayout, TargetTable, aligned, vocabulary
-from weft.kernels.lora.base import ExpertStep, LoraStep
+from weft.kernels.lora.base import AbsorbedStep, ExpertStep, LoraStep
 
 PAIRS = 16
 """How many pairs of a row and an expert have their matrices gathered at a time."""
@@ -38,6 +40,8 @@ class ImageStep(LoraStep):
         self._table, self._layout, self._image = table, layout, image
         self._first, self._first_sampled, self._num_rows = first, first_sampled, num_rows
         self._own_rank = own_rank
+        if layout.has_absorbed:
+            self.absorbed = _ImageAbsorbed(self)
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         self._project(y_TO[self._first :], x_TI[self._first :], group)
@@ -89,6 +93,22 @@ class ImageStep(LoraStep):
         size = self._table.norms[index].size
         weight_I = self._image[offsets[index] : offsets[index] + size]
         return [(self._first, self._num_rows, weight_I)]
+
+    def absorbed_parts(self, group: int, num_heads: int) -> _AbsorbedParts:
+        """The adapter's change of a projection of latents, fp32, head by head."""
+        g = self._table.groups[group]
+        (target,), rank, layout = g.slices, self._rank(g), self._layout
+        product_HOL = None
+        if rank:
+            a_RL = self._matrix(layout.a_offset[group], rank, g.in_features).float()
+            b_OR = self._matrix(layout.b_offset[target.slice], target.out_features, rank).float()
+            product_HOL = (b_OR @ a_RL).view(num_heads, -1, g.in_features)
+        vectors = []
+        for offsets in (layout.scale_offset, layout.shift_offset):
+            at = offsets[target.slice] if offsets else -1
+            vector = None if at < 0 else self._vector(at, target.out_features)
+            vectors.append(None if vector is None else vector.view(num_heads, -1))
+        return _AbsorbedParts(self._first, product_HOL, *vectors)
 
     def _project(self, y_nO: Tensor, x_nI: Tensor, group: int) -> None:
         g = self._table.groups[group]
@@ -173,6 +193,48 @@ class ImageStep(LoraStep):
         num, size = self._table.num_experts, aligned(rows * columns)
         matrices = self._image[start : start + num * size].view(num, size)
         return matrices[:, : rows * columns].view(num, rows, columns)
+
+
+class _AbsorbedParts(NamedTuple):
+    """What an adapter does to a projection of latents L to keys and values, O for each head H."""
+
+    first: int
+    """The first row of the adapter."""
+    product_HOL: Tensor | None
+    """B A"""
+    scale_HO: Tensor | None
+    shift_HO: Tensor | None
+
+
+class _ImageAbsorbed(AbsorbedStep):
+    """AbsorbedStep of an ImageStep."""
+
+    def __init__(self, step: ImageStep) -> None:
+        self._step = step
+
+    def scaled(self, q_THN: Tensor, group: int) -> Tensor:
+        first, _, scale_HO, _ = self._step.absorbed_parts(group, q_THN.shape[1])
+        out_THN = q_THN.clone()
+        if scale_HO is not None:
+            out_THN[first:] = (q_THN[first:].float() * scale_HO[:, : q_THN.shape[2]]).to(q_THN)
+        return out_THN
+
+    def add_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
+        first, product_HOL, *_ = self._step.absorbed_parts(group, q_THN.shape[1])
+        if product_HOL is not None:
+            keys_HNL, q = product_HOL[:, : q_THN.shape[2]], q_THN[first:].float()
+            y_THL[first:] += torch.einsum("thn,hnl->thl", q, keys_HNL).to(y_THL)
+
+    def finish_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
+        size = y_THV.shape[2]
+        first, product_HOL, *vectors = self._step.absorbed_parts(group, y_THV.shape[1])
+        scale_HV, shift_HV = (None if vector is None else vector[:, -size:] for vector in vectors)
+        exact = y_THV[first:].float()
+        if product_HOL is not None:
+            exact += torch.einsum("thl,hvl->thv", x_THL[first:].float(), product_HOL[:, -size:])
+        if scale_HV is not None:
+            exact *= scale_HV
+        y_THV[first:] = exact if shift_HV is None else exact + shift_HV
 
 
 class _ImageExperts:

@@ -1,0 +1,85 @@
+"""Multi-head latent attention (DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash).
+
+A token's keys and values are projections of one latent c, and all heads have one rotated key k_r.
+So only c and k_r are in the cache. The projection W of c to the key and the value of a head, W_K
+and W_V, is *absorbed*: applied to what is computed with the keys and values in its place,
+
+    score = q . (W_K c) + q_r . k_r = (W_K^T q) . c + q_r . k_r
+    out = sum of weight W_V c = W_V (sum of weight c)
+
+which makes it attention of all heads to one head of keys (c, k_r), whose values are c.
+
+Shapes: T token rows, I hidden size, H query heads, N the part of a query without position, R its
+rotated part, L the latent, V the value of a head, W = L + R.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.kernels.attention import KVCache
+from weft.kernels.delta import StateCache
+from weft.kernels.ops import Product, Rope
+from weft.models.blueprint import LATENT_NORM, Q_LATENT_NORM
+from weft.models.builder import LayerBuilder
+from weft.models.layers import StepContext
+
+NORM_EPS = 1e-6
+"""What the norms of latents add to mean squares, in all these models."""
+
+
+class LatentLayer:
+    """Attention and MLP of one layer; norms and the residual stream are the decoder's."""
+
+    def __init__(self, parts: LayerBuilder, index: int) -> None:
+        config = parts.config
+        assert config.latent is not None
+        self._shape, self._num_heads = config.latent, config.num_heads
+        self._a, self._q, self._o = (parts.linear(f"{index}.{name}") for name in "aqo")
+        self._group = parts.group(f"{index}.kv_b")
+        size = self._shape.key_dim, self._shape.value_dim
+        matrix_HOL = parts.weights.dense(f"{index}.kv_b").view(-1, sum(size), self._shape.rank)
+        self._keys_HNL, values_HVL = matrix_HOL.split_with_sizes(size, 1)
+        self._values_HLV = values_HVL.transpose(1, 2)
+        of = f"model.layers.{index}.self_attn."
+        self._norm, self._q_norm = parts.norm(of + LATENT_NORM, NORM_EPS), None
+        if self._shape.query_rank is not None:
+            self._q_norm = parts.norm(of + Q_LATENT_NORM, NORM_EPS)
+        self._ops = parts.ops
+        scale = config.scales.attention
+        assert scale is not None
+        self._scale: float = scale
+        self.residual_scale = config.scales.residual
+        self.mlp = parts.mlp(index)
+
+    def attend(
+        self, x_TI: Tensor, rope: Rope, step: StepContext, cache: KVCache | StateCache
+    ) -> Product:
+        assert isinstance(cache, KVCache)
+        shape, batch, num_rows = self._shape, step.attention, len(x_TI)
+        absorbed = None if step.lora is None else step.lora.absorbed
+        a_TO = self._a(x_TI, step).whole()
+        latent_TL, key_TR = a_TO[:, -shape.width :].split_with_sizes(
+            (shape.rank, shape.rope_dim), 1
+        )
+        latent_TL = self._norm(latent_TL.contiguous(), step)
+        if self._q_norm is not None:
+            x_TI = self._q_norm(a_TO[:, : shape.query_rank].contiguous(), step)
+        q_THD = self._q(x_TI, step).whole().view(num_rows, self._num_heads, -1)
+        q_THN, q_THR = q_THD.split_with_sizes((shape.key_dim, shape.rope_dim), 2)
+        q_THW = q_THD.new_empty(num_rows, self._num_heads, shape.width)
+        q_THL = q_THW[..., : shape.rank]
+        self._ops.rope_and_write_latents(
+            q_THR, q_THW[..., shape.rank :], latent_TL, key_TR, rope, cache, batch
+        )
+        if absorbed is not None:
+            q_THN = absorbed.scaled(q_THN, self._group)
+        q_THL.copy_(torch.bmm(q_THN.transpose(0, 1), self._keys_HNL).transpose(0, 1))
+        if absorbed is not None:
+            absorbed.add_keys(q_THL, q_THN, self._group)
+        out_THL = self._ops.attend(q_THW, cache, batch, scale=self._scale, window=None)
+        out_THV = torch.bmm(out_THL.transpose(0, 1), self._values_HLV).transpose(0, 1).contiguous()
+        if absorbed is not None:
+            absorbed.finish_values(out_THV, out_THL, self._group)
+        return self._o(out_THV.flatten(1), step)
