@@ -6,20 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from math import log
 from typing import Any
 
 from weft.core.errors import ConfigError
 from weft.models import mixtures
-from weft.models.family import (
-    FUSED_MLP_NAMES,
-    Family,
-    LatentConfig,
-    LinearConfig,
-    RopeParameters,
-    Scales,
-)
+from weft.models.family import FUSED_MLP_NAMES, Family, LinearConfig, RopeParameters, Scales
 from weft.models.gemma4_config import GEMMA4, gemma_scales
+from weft.models.latent_config import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from weft.models.layer_types import attention_types, layer_types, one_window_by_type, rope_by_type
 
 
@@ -192,38 +185,6 @@ def _hunyuan_ropes(hf: Any) -> tuple[RopeParameters | None, ...]:
     return (rope,) * int(hf.num_hidden_layers)
 
 
-def _latent(hf: Any) -> LatentConfig:
-    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-        if type(getattr(hf, name)) is not int:
-            message = f"{name} must be a number from 1 on, got {getattr(hf, name)!r:.80}"
-            raise ConfigError(message, name)
-    if hf.qk_rope_head_dim % 2:
-        message = f"qk_rope_head_dim must be even, got {hf.qk_rope_head_dim}"
-        raise ConfigError(message, "qk_rope_head_dim")
-    heads, keys = hf.num_attention_heads, hf.num_key_value_heads
-    if keys != heads:
-        message = f"num_key_value_heads must be {heads}, as num_attention_heads is, got {keys}"
-        raise ConfigError(message, "num_key_value_heads")
-    parts = hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim
-    return LatentConfig(hf.q_lora_rank, hf.kv_lora_rank, *parts)
-
-
-def _latent_scales(hf: Any) -> Scales:
-    """yarn's factor of cos and sin is not for the part without positions, so that the scores have
-    its square."""
-    scale, rope = (hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** -0.5, hf.rope_parameters
-    of_all, factor = rope.get("mscale_all_dim"), rope.get("factor")
-    if of_all and rope.get("rope_type") != "default":
-        numbers = (
-            type(number) in (int, float) and 0 <= number < 1e9 for number in (of_all, factor)
-        )
-        if not all(numbers):
-            message = f"mscale_all_dim {of_all!r:.80} needs a factor, got {factor!r:.80}"
-            raise ConfigError(message, "rope_parameters")
-        scale *= (0.1 * of_all * log(factor) + 1) ** 2 if factor > 1 else 1.0
-    return Scales(attention=scale)
-
-
 def _cohere_scales(hf: Any) -> Scales:
     if not hf.logit_scale:
         raise ConfigError(f"logit_scale must not be {hf.logit_scale}", "logit_scale")
@@ -274,16 +235,6 @@ _QWEN3_5 = _biased(
 _QWEN3_5_MOE = replace(_QWEN3_5, model_type="qwen3_5_moe_text", moe=mixtures.qwen3_5_moe)
 _QWEN3_NEXT = replace(
     _QWEN3_5, model_type="qwen3_next", moe=mixtures.qwen3_next_moe, linear=_qwen3_next
-)
-
-_DEEPSEEK_V3 = _biased(
-    "deepseek_v3",
-    _no_windows,
-    interleaved_rope="rope_interleave",
-    latent=_latent,
-    scales=_latent_scales,
-    moe=mixtures.deepseek_v3_moe,
-    other_types=("kimi_k2",),
 )
 
 FAMILIES: dict[str, Family] = {
@@ -399,20 +350,9 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=True,
         moe=mixtures.glm4_moe,
     ),
-    "DeepseekV2ForCausalLM": replace(
-        _DEEPSEEK_V3,
-        model_type="deepseek_v2",
-        interleaved_rope=True,
-        moe=mixtures.deepseek_v2_moe,
-        other_types=(),
-    ),
-    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
-    "Glm4MoeLiteForCausalLM": replace(
-        _DEEPSEEK_V3,
-        model_type="glm4_moe_lite",
-        moe=mixtures.glm4_moe_lite,
-        other_types=(),
-    ),
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "Dots1ForCausalLM": _biased("dots1", one_window_by_type, qk_norm="head", moe=mixtures.glm4_moe),
     "SolarOpenForCausalLM": Family(
         "solar_open", _no_windows, attention_bias="attention_bias", moe=mixtures.routed

@@ -160,11 +160,7 @@ class PagedAttention:
         )
         if num_parts > 1:
             combine_parts[T, H](
-                out_THD,
-                acc,
-                sums,
-                sinks,
-                sinks,
+                *(out_THD, acc, sums, sinks, sinks),
                 H,
                 D=D,
                 PARTS=num_parts,

@@ -1,0 +1,66 @@
+"""The families with attention to latents; see `weft.models.latent_attention`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import log
+from typing import Any
+
+from weft.core.errors import ConfigError
+from weft.models import mixtures
+from weft.models.family import Family, LatentConfig, Scales
+
+
+def _latent(hf: Any) -> LatentConfig:
+    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        if type(getattr(hf, name)) is not int:
+            message = f"{name} must be a number from 1 on, got {getattr(hf, name)!r:.80}"
+            raise ConfigError(message, name)
+    if hf.qk_rope_head_dim % 2:
+        message = f"qk_rope_head_dim must be even, got {hf.qk_rope_head_dim}"
+        raise ConfigError(message, "qk_rope_head_dim")
+    heads, keys = hf.num_attention_heads, hf.num_key_value_heads
+    if keys != heads:
+        message = f"num_key_value_heads must be {heads}, as num_attention_heads is, got {keys}"
+        raise ConfigError(message, "num_key_value_heads")
+    parts = hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim
+    return LatentConfig(hf.q_lora_rank, hf.kv_lora_rank, *parts)
+
+
+def _latent_scales(hf: Any) -> Scales:
+    """yarn's factor of cos and sin is not for the part without positions, so that the scores have
+    its square."""
+    scale, rope = (hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** -0.5, hf.rope_parameters
+    of_all, factor = rope.get("mscale_all_dim"), rope.get("factor")
+    if of_all and rope.get("rope_type") != "default":
+        numbers = (
+            type(number) in (int, float) and 0 <= number < 1e9 for number in (of_all, factor)
+        )
+        if not all(numbers):
+            message = f"mscale_all_dim {of_all!r:.80} needs a factor, got {factor!r:.80}"
+            raise ConfigError(message, "rope_parameters")
+        scale *= (0.1 * of_all * log(factor) + 1) ** 2 if factor > 1 else 1.0
+    return Scales(attention=scale)
+
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    lambda hf: (None,) * int(hf.num_hidden_layers),
+    attention_bias="attention_bias",
+    attention_out_bias="attention_bias",
+    interleaved_rope="rope_interleave",
+    latent=_latent,
+    scales=_latent_scales,
+    moe=mixtures.deepseek_v3_moe,
+    other_types=("kimi_k2",),
+)
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v2",
+    interleaved_rope=True,
+    moe=mixtures.deepseek_v2_moe,
+    other_types=(),
+)
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3, model_type="glm4_moe_lite", moe=mixtures.glm4_moe_lite, other_types=()
+)
