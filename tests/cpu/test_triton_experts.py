@@ -154,6 +154,18 @@ def test_experts_are_chosen_by_corrected_weights(
     assert not torch.equal(expert_TK, others_TK), "neither groups nor corrections matter"
 
 
+@pytest.mark.parametrize("best_of_group", [1, 2])
+def test_groups_without_corrections_are_rated_by_their_best_experts(best_of_group: int) -> None:
+    logits = Product(3 * torch.randn(20, 36, generator=torch.Generator().manual_seed(0)))
+    choice = ExpertChoice(6, False, False, False, False, 9, 3, best_of_group)
+    weight_TK, expert_TK = kernels.choose_experts(logits, choice)
+    wanted_TK, order_TK = torch_choose(logits.whole(), choice)
+    assert torch.equal(expert_TK, order_TK)
+    torch.testing.assert_close(weight_TK, wanted_TK)
+    other = replace(choice, best_of_group=3 - best_of_group)
+    assert not torch.equal(expert_TK, torch_choose(logits.whole(), other)[1])
+
+
 def test_logits_that_are_no_numbers_choose_experts_that_are_there() -> None:
     logits_TE = torch.full((2, 3), torch.nan)
     logits_TE[1] = torch.tensor([-torch.inf, 1.0, -torch.inf])

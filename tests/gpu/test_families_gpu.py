@@ -43,6 +43,7 @@ class World:
         "gemma4-moe",
         "gemma3",
         "glm4-moe",
+        "deepseek-v3",
         "gemma2",
         "hunyuan",
         "granite4",

@@ -427,7 +427,7 @@ NEWER = (
     *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
     *("cohere2", "seed-oss", "exaone4", "hunyuan", "ernie4.5", "cwm", "granite-swa", "qwen3.5"),
 )
-ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral")
+ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral", "deepseek-v3")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;
 `make exhaustive` tries all kinds on all families."""
 SERVED = (

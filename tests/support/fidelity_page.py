@@ -67,6 +67,9 @@ FAMILIES = """\
   only gate and up are.
 - In Qwen 3.5, its mixture and Qwen 3 Next, the kinds apply to linear attention too, and in Granite
   4 to Mamba layers.
+- In DeepSeek V2, DeepSeek V3 and GLM 4.7 Flash, keys and values are projected from latents. The
+  kinds apply to all of these projections, except that an activated LoRA of `kv_b_proj` is refused
+  ([why](decisions/0025-the-cache-holds-latents.md)).
 - `bias` applies to the biases that Qwen 2, its mixture, GLM 4, Seed-OSS and ERNIE 4.5 have. Those
   of gpt-oss can't be replaced, because `peft` saves the biases of its experts with them.
 - (IA)³ of the head needs a head that is not tied to the embedding.
