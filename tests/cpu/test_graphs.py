@@ -25,6 +25,7 @@ from graph_cases import (
 import weft.kernels.delta as delta
 import weft.kernels.triton_delta_chunks as triton_delta_chunks
 import weft.kernels.triton_ops as triton_ops
+import weft.kernels.triton_short_conv as triton_short_conv
 from weft.kernels.lora import make_backend
 from weft.kernels.ops import Ops
 from weft.models.decoder import Decoder
@@ -151,6 +152,14 @@ HYBRID = {
 }
 
 
+SHORT_CONV = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "num_hidden_layers": 2,
+    "layer_types": ["conv", "full_attention"],
+    "block_multiple_of": 16,
+}
+
 EXPERTS = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -202,15 +211,19 @@ def test_experts_in_graphs(
         ),
     ],
 )
+@pytest.mark.parametrize("changes", [HYBRID, SHORT_CONV], ids=["delta rule", "short convolution"])
 def test_recurrent_states_in_graphs(
-    steps: list[StepInputs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, object],
+    steps: list[StepInputs],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With fused kernels, in graphs and without, and with plain operations: logits are the same,
     and so are the states of the step's sequences, while others stay as they are."""
     monkeypatch.setattr(graphs_module, "batch_sizes", lambda max_seqs: [max_seqs])
-    for module in (graphs_module, delta, triton_delta_chunks):
+    for module in (graphs_module, delta, triton_delta_chunks, triton_short_conv):
         monkeypatch.setattr(module, "CHUNK", 16)
-    model = Model(tmp_path, changes=HYBRID, token_sizes=(8,))
+    model = Model(tmp_path, changes=changes, token_sizes=(8,))
     plain = copy.copy(model)
     plain.decoder = Decoder(model.decoder.config, model.weights, Ops(), MAX_LEN)
     plain.lora = make_backend("torch", model.pool)

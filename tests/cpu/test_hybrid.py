@@ -1,4 +1,4 @@
-"""Models with linear attention: a request's recurrent state is its own, whatever happens to it."""
+"""Models with recurrent states: a request's recurrent state is its own, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+@pytest.fixture(scope="module", params=["qwen3-next", "lfm2"])
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Path]]:
     """A base, and adapters by name."""
     root = tmp_path_factory.mktemp("hybrid")
-    base = make_base(FAMILIES["qwen3-next"], root / "base")
+    base = make_base(FAMILIES[request.param], root / "base")
     for name in ("LoRA", "aLoRA"):
-        make_adapter(base, KINDS[name], root / name, "qwen3-next")
+        make_adapter(base, KINDS[name], root / name, request.param)
     return root / "base", {name: root / name for name in ("LoRA", "aLoRA")}
 
 
@@ -99,6 +101,7 @@ def test_guesses_change_nothing(world: tuple[Path, dict[str, Path]]) -> None:
     ]
     with LLM(*world, num_blocks=400, **OPTIONS) as llm:
         alone = llm.generate(prompts, params, each)
+    wrong = 0
     for options in ({"num_blocks": 400, "max_num_seqs": 64}, {"num_blocks": 60}):
         with LLM(*world, speculative="ngram", **options, **OPTIONS) as llm:
             for _ in range(2):
@@ -111,8 +114,9 @@ def test_guesses_change_nothing(world: tuple[Path, dict[str, Path]]) -> None:
                 after = llm.stats()
                 assert after.right_guesses > before.right_guesses
             assert bool(after.preemptions) == (options["num_blocks"] == 60)
-            assert 0 < after.right_guesses < after.guessed_tokens
+            wrong += after.guessed_tokens - after.right_guesses
             check_idle(llm)
+    assert wrong > 0
 
 
 def test_an_activated_adapter_goes_on_from_the_base_s_state(
@@ -133,6 +137,7 @@ def test_an_activated_adapter_goes_on_from_the_base_s_state(
     assert [output.token_ids for output in got] == [o.token_ids for o in (*want, want[1])]
 
 
+@pytest.mark.parametrize("world", ["qwen3-next"], indirect=True)
 def test_more_devices_than_heads_are_refused_by_name(world: tuple[Path, dict[str, Path]]) -> None:
     with pytest.raises(ConfigError, match="linear_num_key_heads 2") as caught:
         model_shard(load_model_config(world[0]), 0, 4)

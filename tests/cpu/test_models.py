@@ -37,6 +37,8 @@ from transformers import (
     GraniteMoeHybridConfig,
     GraniteSWAConfig,
     HunYuanDenseV1Config,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -435,6 +437,42 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         mamba_proj_bias=True,
         tie_word_embeddings=True,
     ),
+    "lfm2": Lfm2Config(
+        **SIZES,
+        **NO_PAD,
+        layer_types=["conv", "full_attention", "conv"],
+        block_multiple_of=12,
+        block_ffn_dim_multiplier=1.3,
+    ),
+    "lfm2-bias-untied": Lfm2Config(
+        **SIZES,
+        **NO_PAD,
+        **YARN,
+        full_attn_idxs=[2],
+        conv_bias=True,
+        conv_L_cache=4,
+        tie_word_embeddings=False,
+    ),
+    "lfm2-without-conv": Lfm2Config(**SIZES, **NO_PAD, block_auto_adjust_ff_dim=False),
+    "lfm2-moe": Lfm2MoeConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **EXPERTS,
+        **NO_PAD,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        num_dense_layers=1,
+        routed_scaling_factor=1.5,
+    ),
+    "lfm2-moe-without-biases": Lfm2MoeConfig(
+        **SIZES,
+        **EXPERTS,
+        **NO_PAD,
+        layer_types=["full_attention", "conv", "conv"],
+        num_dense_layers=0,
+        use_expert_bias=False,
+        norm_topk_prob=False,
+        conv_L_cache=2,
+        tie_word_embeddings=False,
+    ),
     "glm": GlmConfig(**SIZES, **NO_PAD, head_dim=12, rms_norm_eps=1e-5),
     "glm4": Glm4Config(**SIZES, **NO_PAD, head_dim=16, rms_norm_eps=1e-5),
     "glm4-whole-rope-tied": Glm4Config(
@@ -729,7 +767,7 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
-        elif name.endswith("correction_bias"):
+        elif name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.3)
     return model.to(dtype)
 
@@ -828,7 +866,7 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "5GB")
     assert (tmp_path / "model.safetensors.index.json").exists() == sharded
     config, weights, decoder = load(tmp_path)
-    ours = ("layer_scalar", "correction_bias")
+    ours = ("layer_scalar", "correction_bias", "expert_bias")
     scalars = sum(b.numel() for name, b in model.named_buffers() if name.endswith(ours))
     seeing = sum(p.numel() for name, p in model.named_parameters() if ".visual." in name)
     assert num_parameters(weights.table) == model.num_parameters() - seeing + scalars
@@ -888,7 +926,13 @@ def run_guessing(decoder: Decoder, prompts: list[list[int]], seed: int) -> list[
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3-next", "granite4-hybrid", pytest.param("qwen3.5", marks=pytest.mark.exhaustive)]
+    "name",
+    [
+        "qwen3-next",
+        "granite4-hybrid",
+        "lfm2-bias-untied",
+        pytest.param("qwen3.5", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_guesses_leave_recurrent_states_right(name: str, tmp_path: Path) -> None:
     model = make_model(CONFIGS[name])
@@ -1337,6 +1381,17 @@ def test_layer_types_that_disagree_are_refused(
         ("granite4-experts", "num_experts_per_tok", 6),
         ("granite4", "shared_intermediate_size", 0),
         ("granite4", "attention_multiplier", None),
+        ("lfm2", "layer_types", ["conv"] * 3),
+        ("lfm2", "layer_types", ["conv", "full_attention", "sliding_attention"]),
+        ("lfm2", "conv_L_cache", 0),
+        ("lfm2", "block_multiple_of", 0),
+        ("lfm2", "block_ffn_dim_multiplier", -1.0),
+        ("lfm2", "intermediate_size", 1),
+        ("lfm2", "hidden_act", "gelu"),
+        ("lfm2", "norm_eps", -1.0),
+        ("lfm2-moe", "layer_types", None),
+        ("lfm2-moe", "num_dense_layers", -1),
+        ("lfm2-moe", "num_experts_per_tok", 7),
         ("glm", "num_key_value_heads", None),
         ("olmoe", "clip_qkv", 8.0),
         ("dots1", "n_group", None),

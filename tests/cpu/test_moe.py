@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
+    Lfm2MoeConfig,
     MixtralConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
@@ -177,6 +178,14 @@ CONFIGS = {
     ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
 }
+LFM2 = Lfm2MoeConfig(
+    **SIZES,
+    layer_types=["conv", "full_attention", "full_attention"],
+    num_dense_layers=1,
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=20,
+)
 FAMILIES = pytest.mark.parametrize("family", CONFIGS, scope="module")
 PROMPTS = [[3, 17, 41, 9, 60, 22, 5], list(range(8, 40)), [33]]
 FIRST = SamplingParams(max_tokens=16, temperature=0.0, logprobs=20, ignore_eos=True)
@@ -336,6 +345,31 @@ def test_images_hold_what_files_hold(world: World) -> None:
         numbers = sum(t.numel() for t in load_file(folder / "adapter_model.safetensors").values())
         image = read(world, folder)
         assert image.data.count_nonzero() == numbers, name
+
+
+def test_single_experts_and_routers_of_lfm2(tmp_path: Path) -> None:
+    """Their names lie in `feed_forward`. As if their deltas were in the base's weights."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(LFM2)
+    model.save_pretrained(tmp_path / "base")
+    save_single(tmp_path / "base", tmp_path / "single", "lfm2-moe")
+    stored = load_file(tmp_path / "single" / "adapter_model.safetensors")
+    for name in [name for name in stored if name.endswith("lora_A.weight")]:
+        delta = 3 * stored[name.replace("lora_A", "lora_B")] @ stored[name]
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        place, is_expert, one = module.partition(".experts.")
+        if not is_expert:
+            model.get_submodule(module).weight.data += delta
+            continue
+        experts, (number, projection) = model.get_submodule(place).experts, one.split(".")
+        gate_up = experts.gate_up_proj.data[int(number)].chunk(2)
+        views = {"w1": gate_up[0], "w3": gate_up[1], "w2": experts.down_proj.data[int(number)]}
+        views[projection] += delta
+    options = {"num_blocks": 64, "num_threads": 1, "skip_tokenizer_init": True}
+    adapters = {"single": tmp_path / "single"}
+    with LLM(tmp_path / "base", adapters, device="cpu", **options) as llm:
+        (output,) = llm.generate(PROMPTS[0], FIRST, "single")
+    World(tmp_path, {}, {None: model}).check(None, output)
 
 
 @FAMILIES

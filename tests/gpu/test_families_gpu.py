@@ -47,6 +47,8 @@ class World:
         "gemma2",
         "hunyuan",
         "granite4",
+        "lfm2",
+        "lfm2-moe",
         "minimax-m2",
         "gpt-oss",
         "qwen3.5",

@@ -53,6 +53,18 @@ def test_earlier_calls_are_what_the_format_reads(template: str, format: str, rol
     assert [json.loads(arguments) for arguments in given] == [CALL["function"]["arguments"]] * 2
 
 
+def test_calls_of_lfm_are_content_where_the_template_knows_none() -> None:
+    lfm = "<|tool_list_start|>{{ tools }}{{ message.content }}"
+    asked, called, result = with_fields(ASKED, lfm, TOOLS)
+    assert (asked, result) == (ASKED[0], ASKED[2])
+    parser = ChatParser("lfm2", None)
+    piece = parser.flush(parser.feed(called["content"]))
+    given = ["".join(d.arguments for d in piece.tool_calls if d.index == i) for i in (0, 1)]
+    assert [json.loads(arguments) for arguments in given] == [CALL["function"]["arguments"]] * 2
+    assert piece.content == ""
+    assert with_fields(ASKED, lfm + "{{ message.tool_calls }}", TOOLS) == ASKED
+
+
 def test_calls_of_glm_are_messages_with_the_name_as_metadata() -> None:
     glm = "{{ tools }}<|observation|><|assistant|>{{ m.metadata }}"
     asked, *called, result = with_fields(ASKED, glm, TOOLS)

@@ -47,6 +47,8 @@ from transformers import (
     GraniteMoeHybridConfig,
     GraniteSWAConfig,
     HunYuanDenseV1Config,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -197,6 +199,20 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         residual_multiplier=0.22,
         attention_multiplier=0.25,
         logits_scaling=2.0,
+    ),
+    "lfm2": Lfm2Config(
+        **SIZES, pad_token_id=None, layer_types=["conv", "full_attention"], block_multiple_of=8
+    ),
+    # The first layer is dense.
+    "lfm2-moe": Lfm2MoeConfig(
+        **SIZES,
+        pad_token_id=None,
+        layer_types=["full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        tie_word_embeddings=False,
     ),
     "glm4": Glm4Config(
         **SIZES | {"pad_token_id": None, "eos_token_id": []}, head_dim=16, rms_norm_eps=1e-5
@@ -379,11 +395,13 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
 IN_FOUR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 LINEAR = {
     "granite4": ["in_proj", "out_proj"],
+    "lfm2": ["in_proj"],
+    "lfm2-moe": ["in_proj"],
     "qwen3.5": IN_FOUR,
     "qwen3.5-moe": [*IN_FOUR, "shared_expert_gate"],
     "qwen3-next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
 }
-"""Families with linear attention, and what they have beside the projections of others."""
+"""Families with recurrent states, and what they have beside the projections of others."""
 LATENT = {
     "deepseek-v2": ["kv_a_proj_with_mqa"],
     "deepseek-v3": ["q_a_proj", "kv_a_proj_with_mqa"],
@@ -394,7 +412,7 @@ BIASED = ("qwen2", "qwen2-moe", "glm4", "seed-oss", "ernie4.5")
 MIXTURES = (
     *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
     *("granite4", "gpt-oss", "mixtral", "minimax-m2", "dots1", "solar-open"),
-    *("ernie4.5-moe", "granite-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite"),
+    *("ernie4.5-moe", "granite-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite", "lfm2-moe"),
 )
 ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral", "minimax-m2", "solar-open", "granite-moe")
 """The families whose layers have no MLP but experts. peft takes the names of the projections of
@@ -426,6 +444,7 @@ UNTIED = (
 NEWER = (
     *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
     *("cohere2", "seed-oss", "exaone4", "hunyuan", "ernie4.5", "cwm", "granite-swa", "qwen3.5"),
+    "lfm2",
 )
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral", "deepseek-v3")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;
@@ -471,9 +490,9 @@ class Kind:
     def options_on(self, family: str) -> dict[str, Any]:
         """The options as a family can have them: Mixtral and gpt-oss have no MLP but their experts,
         peft has no DoRA of experts, Phi-3 has one projection for q, k and v, and one for gate and
-        up, as GLM-4 and Granite 4 have, and the norm of linear attention is none of those that can
-        be saved. Attention to latents has one projection to keys and values, which no aLoRA can
-        change."""
+        up, as GLM-4 and Granite 4 have, LFM2 has names of its own, and the norm of linear attention
+        is none of those that can be saved. Attention to latents has one projection to keys and
+        values, which no aLoRA can change."""
         options = dict(self.options)
         if family in LINEAR:
             if (
@@ -485,7 +504,7 @@ class Kind:
                     options["target_modules"] = [
                         t for t in options["target_modules"] if t != "shared_expert_gate"
                     ]
-            if options.get("modules_to_save") == ["norm"]:
+            if options.get("modules_to_save") == ["norm"] and family not in LFM2:
                 options["modules_to_save"] = ["layernorm", "q_norm", "k_norm", "model.norm"]
         if family in LATENT and "o_proj" in (options["target_modules"] or ""):
             options["target_modules"] = [*options["target_modules"], *LATENT[family]]
@@ -519,7 +538,19 @@ SPARSE = (
     (r"\bmlp\.experts\b", "block_sparse_moe.experts"),
 )
 KEYS_AND_VALUES, QUERIES = (r"\b[kv]_proj", "kv_b_proj"), (r"\bq_proj", "q_b_proj")
+LFM2 = dict.fromkeys(
+    ("lfm2", "lfm2-moe"),
+    (
+        (r"\bo_proj", "out_proj"),
+        (r"\bgate_proj", "w1"),
+        (r"\bup_proj", "w3"),
+        (r"(?<!experts\.)\bdown_proj", "w2"),
+        (r"\bmlp\b", "feed_forward"),
+        (r"^model\.norm", "model.embedding_norm"),
+    ),
+)
 FUSED = {
+    **LFM2,
     "deepseek-v2": (KEYS_AND_VALUES,),
     "deepseek-v3": (KEYS_AND_VALUES, QUERIES),
     "glm4-moe-lite": (KEYS_AND_VALUES, QUERIES),
@@ -688,7 +719,7 @@ def make_base(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
-        elif name.endswith("correction_bias"):
+        elif name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.3)
     model.save_pretrained(folder)
     return model

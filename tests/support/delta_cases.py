@@ -1,4 +1,4 @@
-"""A layer of linear attention with random weights, and what a step may ask of it."""
+"""A layer with recurrent states and random weights, and what a step may ask of it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from torch import Tensor
 from weft.core.units import MAX_GUESSES
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows
 from weft.kernels.ops import Ops, Pending, Product
-from weft.models.family import LinearConfig
+from weft.kernels.short_conv import ShortConvLayer
 from weft.models.linear_attention import allocate_states, columns_of
+from weft.models.state_config import LinearConfig, ShortConvConfig
 
 NUM_STATES = 10
+AnyLayer = DeltaLayer | ShortConvLayer
+AnyShape = LinearConfig | ShortConvConfig
 
 
 def make_layer(
@@ -39,21 +42,44 @@ def make_layer(
     return shape, layer
 
 
-def placed(layer: DeltaLayer, device: torch.device, dtype: torch.dtype) -> DeltaLayer:
+def make_short_conv(
+    channels: int, conv_width: int, bias: bool
+) -> tuple[ShortConvConfig, ShortConvLayer]:
+    bias_C = torch.randn(channels) if bias else None
+    layer = ShortConvLayer(torch.randn(conv_width, channels), bias_C)
+    return ShortConvConfig((True,), channels, conv_width, bias), layer
+
+
+def placed(layer: AnyLayer, device: torch.device, dtype: torch.dtype) -> AnyLayer:
     """The layer with its weights there, in this precision."""
-    names = "conv_WC", "norm_E", "skip_H", "bias_C"
+    names = ["conv_WC", "bias_C"]
+    if isinstance(layer, DeltaLayer):
+        names += ["norm_E", "skip_H"]
+        of_heads = {name: getattr(layer, name).to(device) for name in ("log_a_H", "dt_bias_H")}
+        layer = replace(layer, **of_heads)
     found = {name: getattr(layer, name) for name in names}
     return replace(
-        layer,
-        **{name: None if w is None else w.to(device, dtype) for name, w in found.items()},
-        log_a_H=layer.log_a_H.to(device),
-        dt_bias_H=layer.dt_bias_H.to(device),
+        layer, **{name: None if w is None else w.to(device, dtype) for name, w in found.items()}
     )
 
 
+def run_layer(
+    ops: Ops,
+    y: Product,
+    layer: AnyLayer,
+    cache: StateCache,
+    rows: StateRows,
+    positions_T: Tensor,
+) -> Tensor:
+    """What the layer gives for the step, between its projections."""
+    if isinstance(layer, ShortConvLayer):
+        return ops.short_conv(y, layer, cache, rows, positions_T)
+    return ops.gated_delta(y, layer, cache, rows, positions_T)
+
+
 def run_mixed(
-    shape: LinearConfig,
-    layer: DeltaLayer,
+    shape: AnyShape,
+    layer: AnyLayer,
     most: int,
     versions: list[tuple[Ops, torch.device, torch.dtype]],
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -98,13 +124,13 @@ def run_mixed(
         )
         product = Product(y.to(device, dtype), Pending(add.to(device, dtype), slots.to(device)))
         rows = StateRows(states, ends, sources=sources, lags=lags)
-        out = ops.gated_delta(product, own, cache, rows, positions.to(device))
+        out = run_layer(ops, product, own, cache, rows, positions.to(device))
         found.append((out, cache.inputs, cache.delta))
     return found
 
 
 def read_with_guesses(
-    shape: LinearConfig, layer: DeltaLayer, ops: Ops, device: torch.device, dtype: torch.dtype
+    shape: AnyShape, layer: AnyLayer, ops: Ops, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Decodes of two sequences, with right and wrong guesses and without any. Yields what the right
     rows give, computed with the guesses and one by one."""
@@ -135,12 +161,12 @@ def read_with_guesses(
         y, at = torch.cat(rows), torch.tensor(positions, device=device)
         numbers, behind = (list(column) for column in zip(*spans, strict=True))
         step = StateRows(numbers, list(range(len(y) + 1)), lags=behind)
-        got = ops.gated_delta(Product(y), layer, guessed, step, at)
+        got = run_layer(ops, Product(y), layer, guessed, step, at)
         for state, num_right in zip(each, right, strict=True):
             start = numbers.index(state)
             for i in range(start, start + num_right + 1):
                 one, row = StateRows([state], [0, 1]), slice(i, i + 1)
-                want = ops.gated_delta(Product(y[row]), layer, alone, one, at[row])
+                want = run_layer(ops, Product(y[row]), layer, alone, one, at[row])
                 yield got[i], want[0]
             done[state] += 1 + num_right
             lags[state] = num_right

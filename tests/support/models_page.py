@@ -178,6 +178,8 @@ ROWS = [
         ("GraniteMoeHybrid",),
         tools="`hermes`",
     ),
+    Row("LFM2, LFM2.5", "lfm2", ("Lfm2",), tools="`lfm2`", reasoning=THINK),
+    Row("LFM2 MoE", "lfm2-moe", ("Lfm2Moe",), tools="`lfm2`", reasoning=THINK),
     Row(
         "GLM 4 dense",
         "glm4",

@@ -13,7 +13,7 @@ or those of all E experts of a layer in one tensor, as PEFT's `target_parameters
 
 where `mlp.experts` is down_proj, and `mlp.experts.base_layer` is gate_up_proj, which it is wrapped
 around; when only one of them is adapted, that one is `mlp.experts`. Mixtral's first form calls the
-MLP `block_sparse_moe`, and gate, up and down `w1`, `w3` and `w2`.
+MLP `block_sparse_moe`, and gate, up and down `w1`, `w3` and `w2`, as LFM2 does in `feed_forward`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class NamedTensors:
 
 _EXPERT_NAME = re.compile(
     r"base_model\.model\."
-    r"(?P<module>(?P<mlp>(?P<layer>.+?)(?:\.(?:mlp|block_sparse_moe))?)"
+    r"(?P<module>(?P<mlp>(?P<layer>.+?)(?:\.(?:mlp|block_sparse_moe|feed_forward))?)"
     r"\.(?:gate|(?P<whole>experts(?:\.base_layer)?)"
     r"|experts\.(?P<expert>[0-9]{1,6})\.(?P<projection>\w+)))"
     r"\.(?P<part>lora_[AB])\.weight"
@@ -242,7 +242,9 @@ class Gathered:
         self.experts[target.name] = TargetParts(target, a, b, scaling)
 
     def _put_router(self, module: _ExpertModule) -> None:
-        target = f"{module.layer}.mlp.gate"
+        target = f"{module.mlp}.gate"
+        if target not in self._table.by_name:
+            target = f"{module.layer}.mlp.gate"
         self._modules[target] = [module.name]
         for part, tensor in module.matrices.items():
             name = f"{PREFIX}{target}.{part}.weight"

@@ -67,7 +67,7 @@ class StateCache:
     """(states, R, C + 2 H), in the model's dtype: the last R tokens' inputs to the convolution and,
     behind these, to each head's strength and decay. The token at position p has the place p % R."""
     delta: Tensor
-    """fp32 (states, H, D, E)."""
+    """fp32 (states, H, D, E); (states, 0) for layers that are only a convolution, without heads."""
 
     @property
     def num_kept(self) -> int:
@@ -303,7 +303,8 @@ def gated_delta(
     own = [part.flatten(1) for part in (of(q, D), of(k, D), of(v, share * E), of(b, share))]
     x_TO = torch.cat([*own, of(a, share).flatten(1)], 1)
     x_NO, positions_N = rows.tokens.with_lacking(x_TO, positions_T, cache)
-    x_NC = _causal_conv(x_NO[:, : -2 * H], layer, cache, rows.tokens, positions_N)
+    conv, tokens = (layer.conv_WC, layer.bias_C), rows.tokens
+    x_NC = F.silu(causal_conv(x_NO[:, : -2 * H], *conv, cache, tokens, positions_N))
     rows.tokens.keep(x_TO, positions_T, cache, len(layer.conv_WC))
     q_NGD, k_NGD, v_NO = x_NC.split_with_sizes((G * D, G * D, H * E), 1)
     q_NGD, k_NGD = (x.reshape(-1, G, D).float() for x in (q_NGD, k_NGD))
@@ -326,22 +327,29 @@ def gated_delta(
     return (out_THE.flatten(1) * F.silu(gate_TO)).to(y_TO.dtype)
 
 
-def _causal_conv(
-    x_NC: Tensor, layer: DeltaLayer, cache: StateCache, tokens: StateTokens, positions_N: Tensor
+def causal_conv(
+    x_NC: Tensor,
+    weight_WC: Tensor,
+    bias_C: Tensor | None,
+    cache: StateCache,
+    tokens: StateTokens,
+    positions_N: Tensor,
 ) -> Tensor:
-    """SiLU of each channel's convolution over the last W tokens of the sequence, (N, C)."""
-    C, row_N, weight_WC = x_NC.shape[1], torch.arange(len(x_NC)), layer.conv_WC
+    """Each channel's convolution over the last W tokens of the sequence, (N, C). `x_NC`: inputs of
+    the step's tokens, or of the first N of them; those before them are in the cache."""
+    N, C = x_NC.shape
+    row_N, source_N, before_N = torch.arange(N), tokens.source_N[:N], tokens.before_N[:N]
     y_NC = x_NC * weight_WC[-1]
-    if layer.bias_C is not None:
-        y_NC += layer.bias_C
+    if bias_C is not None:
+        y_NC += bias_C
     for back in range(1, len(weight_WC)):
-        kept_NC = cache.inputs[tokens.source_N, (positions_N - back) % cache.num_kept, :C]
+        kept_NC = cache.inputs[source_N, (positions_N - back) % cache.num_kept, :C]
         if not tokens.alone:
             here_NC = x_NC[(row_N - back).clamp(min=0)]
-            is_here_N = (tokens.before_N >= back).to(x_NC.device)
+            is_here_N = (before_N >= back).to(x_NC.device)
             kept_NC = torch.where(is_here_N[:, None], here_NC, kept_NC)
         y_NC += kept_NC.masked_fill((positions_N < back)[:, None], 0) * weight_WC[-1 - back]
-    return F.silu(y_NC)
+    return y_NC
 
 
 class _Terms(NamedTuple):

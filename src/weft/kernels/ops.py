@@ -23,6 +23,7 @@ from weft.kernels.attention.by_row import attend_by_row
 from weft.kernels.attention.sdpa import torch_attend
 from weft.kernels.collective.base import Ranks
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows, gated_delta
+from weft.kernels.short_conv import ShortConvLayer, short_conv
 
 
 class ClampedSwiglu(NamedTuple):
@@ -404,6 +405,17 @@ class Ops:
     ) -> Tensor:
         """Compute what the function `weft.kernels.delta.gated_delta` does."""
         return gated_delta(y.whole(), layer, cache, rows, positions_T)
+
+    def short_conv(
+        self,
+        y: Product,
+        layer: ShortConvLayer,
+        cache: StateCache,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        """Compute what the function `weft.kernels.short_conv.short_conv` does."""
+        return short_conv(y.whole(), layer, cache, rows, positions_T)
 
 
 def _with_gates(qkv_TO: Tensor, num_heads: int, head_dim: int) -> Tensor:

@@ -31,6 +31,7 @@ from weft.kernels.ops import (
     Product,
     Rope,
 )
+from weft.kernels.short_conv import ShortConvLayer
 from weft.kernels.triton_base import (
     INTERPRETED,
     activated,
@@ -42,6 +43,7 @@ from weft.kernels.triton_base import (
 from weft.kernels.triton_delta import gated_delta
 from weft.kernels.triton_heads import apply_gates, rope_and_write
 from weft.kernels.triton_latents import rope_and_write_latents
+from weft.kernels.triton_short_conv import short_conv
 
 
 @triton.jit
@@ -398,3 +400,13 @@ class TritonOps(Ops):
         self, y: Product, layer: DeltaLayer, cache: StateCache, rows: StateRows, positions_T: Tensor
     ) -> Tensor:
         return gated_delta(y, layer, cache, rows, positions_T)
+
+    def short_conv(
+        self,
+        y: Product,
+        layer: ShortConvLayer,
+        cache: StateCache,
+        rows: StateRows,
+        positions_T: Tensor,
+    ) -> Tensor:
+        return short_conv(y, layer, cache, rows, positions_T)

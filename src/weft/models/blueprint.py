@@ -15,10 +15,12 @@ from weft.core.errors import ConfigError
 from weft.core.shards import Shard
 from weft.core.targets import Axis, Packed, TargetTable, Vector, build_table
 from weft.models.config import ModelConfig, share_of
-from weft.models.family import QK_NORM_NAMES, MoeConfig
+from weft.models.family import MoeConfig
 
-EMBED, HEAD, LAST_NORM = "embed", "head", "model.norm"
-"""Keys of the weights outside the layers, and the name of the last norm."""
+EMBED, HEAD = "embed", "head"
+"""Keys of the weights outside the layers."""
+IN_FLOAT32 = "A_log", "dt_bias", "correction_bias", "expert_bias"
+"""What the names of vectors end in that stay float32 in every dtype of the model."""
 TOKEN_INPUTS = "token_inputs"
 """The key of the projection from the embedding to all layers' token inputs."""
 TOKEN_EMBEDDING = "model.embed_tokens_per_layer.weight"
@@ -136,11 +138,11 @@ def _attention(config: ModelConfig, i: int) -> list[Packed]:
         widths = widths[:1]
     elif shape.keys_are_values:
         widths = widths[:2]
-    fused = config.fused_qkv
+    fused, out = config.fused_qkv, _named(name, config.names.attention_out)
     qkv = _named(name, "qkv_proj") if fused else _named(name, *projections[: len(widths)])
     return [
         Packed(f"{i}.qkv", "linear", hidden, widths, qkv, bias, "column"),
-        Packed(f"{i}.o", "linear", q, (hidden,), _named(name, "o_proj"), out_bias, "row"),
+        Packed(f"{i}.o", "linear", q, (hidden,), out, out_bias, "row"),
     ]
 
 
@@ -163,29 +165,20 @@ def _vectors(config: ModelConfig) -> list[Vector]:
         return _gemma4_vectors(config)
     if config.sinks:
         return [Vector(sinks_of(i), (heads,), (heads,)) for i in range(config.num_layers)]
+    found: list[Vector] = []
     if config.moe is not None and config.moe.correction:
         moe = config.moe
         size = (*(1,) * (moe.correction_dims - 1), moe.num_experts)
         layers = [i for i, has_experts in enumerate(moe.layers) if has_experts]
-        return [Vector(moe.correction_of(i), size, size[:1]) for i in layers]
-    if shape is None:
-        return []
-    own: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-        "conv1d.weight": ((1, shape.conv_width), shape.channel_parts),
-        "A_log": ((), (shape.num_values,)),
-        "dt_bias": ((), (shape.num_values,)),
-        "norm.weight": ((), (shape.values if shape.mamba else shape.value_dim,)),
-    }
-    if shape.mamba:
-        own["D"] = (), (shape.num_values,)
-    if shape.conv_bias:
-        own["conv1d.bias"] = (), shape.channel_parts
-    return [
-        Vector(f"model.layers.{i}.{shape.name}.{name}", (sum(parts), *more), parts)
-        for i in range(config.num_layers)
-        if is_linear(config, i)
-        for name, (more, parts) in own.items()
-    ]
+        found += [Vector(moe.correction_of(i), size, size[:1]) for i in layers]
+    if shape is not None:
+        found += [
+            Vector(f"model.layers.{i}.{shape.name}.{name}", (sum(parts), *more), parts)
+            for i in range(config.num_layers)
+            if is_linear(config, i)
+            for name, (more, parts) in shape.vectors.items()
+        ]
+    return found
 
 
 def _gemma4_vectors(config: ModelConfig) -> list[Vector]:
@@ -272,7 +265,7 @@ def _norms(config: ModelConfig) -> list[tuple[str, int]]:
         found += [(layer + name, hidden) for name in config.norm_names]
         if config.qk_norm is not None and not is_linear(config, i):
             shape = config.layer(i)
-            q_norm, k_norm = QK_NORM_NAMES[config.qk_norm]
+            q_norm, k_norm = config.names.qk_norms
             head, heads = shape.head_dim, {q_norm: config.num_heads}
             if shape.cache == i:
                 heads[k_norm] = shape.num_kv_heads
@@ -285,4 +278,4 @@ def _norms(config: ModelConfig) -> list[tuple[str, int]]:
             found += [(f"{layer}self_attn.{name}", size) for name, size in norms.items() if size]
     if config.token_inputs is not None:
         found.append((TOKEN_NORM, config.token_inputs.width))
-    return [*found, (LAST_NORM, hidden)]
+    return [*found, (config.names.last_norm, hidden)]

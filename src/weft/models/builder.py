@@ -10,12 +10,14 @@ import torch
 from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.delta import DeltaLayer
 from weft.kernels.ops import ClampedSwiglu, Ops
+from weft.kernels.short_conv import ShortConvLayer
 from weft.models.blueprint import EXPERT_SCALES, experts_of, sinks_of
 from weft.models.config import ModelConfig
-from weft.models.family import QK_NORM_NAMES, LinearConfig, MoeConfig
+from weft.models.family import MoeConfig
 from weft.models.layers import HeadNorm, Linear, RotatedNorm, RowNorm, WidthNorm, with_offset
-from weft.models.linear_attention import GroupNorm, LinearAttention, columns_of
+from weft.models.linear_attention import GroupNorm, LinearAttention, ShortConv, columns_of
 from weft.models.moe import DenseMlp, Experts, SharedExpert, SparseMlp, check_width
+from weft.models.state_config import LinearConfig, ShortConvConfig
 from weft.models.weights import Weights
 
 
@@ -70,7 +72,7 @@ class LayerBuilder:
         config, of = self.config, f"model.layers.{layer}.self_attn."
         if config.qk_norm is None:
             return None
-        q_norm, k_norm = QK_NORM_NAMES[config.qk_norm]
+        q_norm, k_norm = config.names.qk_norms
         q, shape = self.norm(of + q_norm), config.layer(layer)
         q_HD = q.weight_I.expand(config.num_heads, -1)
         if shape.cache != layer:
@@ -86,9 +88,11 @@ class LayerBuilder:
         weight_ND, offset = torch.cat(weights), config.norm_offset
         return HeadNorm(weight_ND, config.num_heads, num_keys, q.index, k.index, offset)
 
-    def linear_attention(self, layer: int) -> LinearAttention:
+    def linear_attention(self, layer: int) -> LinearAttention | ShortConv:
         config, shape = self.config, self.config.linear
         assert shape is not None
+        if isinstance(shape, ShortConvConfig):
+            return self._short_conv(layer, f"model.layers.{layer}.{shape.name}.")
         of, vectors = f"model.layers.{layer}.{shape.name}.", self.weights.vectors
         conv_C, bias_C = vectors[of + "conv1d.weight"][:, 0], vectors.get(of + "conv1d.bias")
         norm_O, skip_H = vectors[of + "norm.weight"], vectors.get(of + "D")
@@ -112,6 +116,13 @@ class LayerBuilder:
             norm = GroupNorm(norm_O, config.norm_eps, groups, self.ops, over)
         into, out = self.linear(f"{layer}.in"), self.linear(f"{layer}.out")
         return LinearAttention(into, out, delta, self.ops, norm)
+
+    def _short_conv(self, layer: int, of: str) -> ShortConv:
+        """`of`: the prefix of the names of its parts."""
+        vectors = self.weights.vectors
+        conv_WC = vectors[of + "conv.weight"][:, 0].t().contiguous()
+        own = ShortConvLayer(conv_WC, vectors.get(of + "conv.bias"))
+        return ShortConv(self.linear(f"{layer}.in"), self.linear(f"{layer}.out"), own, self.ops)
 
     def mlp(self, layer: int) -> DenseMlp | SparseMlp:
         moe, mlp = experts_of(self.config, layer), None

@@ -16,12 +16,12 @@ from weft.models.family import (
     MLP_NAMES,
     NORM_NAMES,
     UNSCALED,
+    USUAL_NAMES,
     Blocks,
     Family,
-    LatentConfig,
     LayerShape,
-    LinearConfig,
     MoeConfig,
+    PartNames,
     QkNorm,
     RopeParameters,
     Scales,
@@ -30,6 +30,7 @@ from weft.models.family import (
 from weft.models.fields import check_fields, check_numbers
 from weft.models.quantized.stated import read_quantization
 from weft.models.rope_config import RopeConfig, context_limit, read_rope, with_query_growth
+from weft.models.state_config import LatentConfig, LinearConfig, ShortConvConfig
 from weft.models.stated import read_stated
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class ModelConfig:
     """The checkpoint's: "float32", "float16" or "bfloat16"."""
     moe: MoeConfig | None = None
     """None: all layers are dense."""
-    linear: LinearConfig | None = None
+    linear: LinearConfig | ShortConvConfig | None = None
     """None: all layers have a KV cache."""
     latent: LatentConfig | None = None
     """None: the cache holds keys and values. Otherwise it holds a latent vector of each token in
@@ -78,6 +79,7 @@ class ModelConfig:
     mlp_names: tuple[str, ...] = MLP_NAMES
     """What checkpoints and adapters call gate, up and down of a layer; two names if they have one
     projection for gate and up."""
+    names: PartNames = USUAL_NAMES
     blocks: Blocks = "pre"
     norm_names: tuple[str, ...] = ()
     """What a layer calls the norms around attention and MLP, in the order of their use."""
@@ -339,7 +341,7 @@ def _build(
     distinct = [p for i, p in enumerate(ropes) if p not in ropes[:i]]
     _check_activation(hf, family)
     layers, windows = family.layers(hf), family.windows(hf)
-    check_numbers(hf, family.mlp_width, windows)
+    check_numbers(hf, windows)
     shape, latent = layers[0] if layers else None, family.latent(hf)
     num_kv_heads = shape.num_kv_heads if shape else hf.num_key_value_heads or 0
     head_dim = shape.head_dim if shape else _head_dim(hf)
@@ -349,7 +351,7 @@ def _build(
         architecture=architecture,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
-        intermediate_size=getattr(hf, family.mlp_width, 0),
+        intermediate_size=family.mlp_width(hf),
         num_layers=hf.num_hidden_layers,
         num_heads=hf.num_attention_heads,
         num_kv_heads=num_kv_heads,
@@ -371,6 +373,7 @@ def _build(
         output_gate=family.output_gate,
         fused_qkv=family.fused_qkv,
         mlp_names=family.mlp_names,
+        names=family.names,
         blocks=family.blocks,
         norm_names=family.norm_names(hf) if family.norm_names else NORM_NAMES[family.blocks],
         activation=family.activation,
@@ -402,7 +405,7 @@ _ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorc
 
 def _check_activation(hf: Any, family: Family) -> None:
     field, wanted = family.activation_field, _ACTIVATIONS[family.activation]
-    found = getattr(hf, field)
+    found = getattr(hf, field, wanted)  # some families have no such field
     if found != wanted:
         raise ConfigError(f"{field} {found!r} is not served, only {wanted}", field)
 

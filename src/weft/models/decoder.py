@@ -17,7 +17,7 @@ from weft.kernels.attention import KVCache
 from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.delta import StateCache
 from weft.kernels.ops import Ops, Product, Rope
-from weft.models.blueprint import EMBED, HEAD, LAST_NORM, is_linear, sinks_of
+from weft.models.blueprint import EMBED, HEAD, is_linear, sinks_of
 from weft.models.builder import LayerBuilder
 from weft.models.config import ModelConfig
 from weft.models.gemma4 import Gemma4Blocks
@@ -67,7 +67,7 @@ class Decoder:
             for i in layers
         ]
         names = [f"model.layers.{i}.{name}" for i in layers for name in config.norm_names]
-        self._norms = [parts.norm(name) for name in (*names, LAST_NORM)]
+        self._norms = [parts.norm(name) for name in (*names, config.names.last_norm)]
         """The norms of all layers, in the order of their use, and the last norm."""
         self._head = Head(weights.head, parts.group(HEAD), ranks, weights.deterministic)
         ropes = [(rope, config.rope_dim(i)) for i, rope in enumerate(config.ropes)]
@@ -160,8 +160,8 @@ def allocate_kv_cache(
     num_states: int = 0,
 ) -> list[LayerCache]:
     """The cache of every layer, zeroed: (num_blocks, block_size, kv_heads, head_dim) each, or the
-    states of a layer with linear attention. Layers that share a cache have the same one. Latents
-    have the place of keys, and the values are views of their first part."""
+    states of a layer that has those. Layers that share a cache have the same one. Latents have the
+    place of keys, and the values are views of their first part."""
     found: list[LayerCache] = []
     states = iter(_states_of_layers(config, num_states, dtype, device))
     for i in range(config.num_layers):
@@ -182,7 +182,7 @@ def allocate_kv_cache(
 def _states_of_layers(
     config: ModelConfig, num_states: int, dtype: torch.dtype, device: torch.device | str
 ) -> list[StateCache]:
-    """The states of each layer with linear attention, as parts of two tensors: see `stacked`."""
+    """The states of each layer that has some, as parts of two tensors: see `stacked`."""
     if config.linear is None:
         return []
     size = (sum(config.linear.layers), num_states)
@@ -306,7 +306,7 @@ class AttentionLayer:
 
 
 class _LinearLayer:
-    """Linear attention and MLP of one layer."""
+    """A layer whose attention is a recurrent state, and its MLP."""
 
     def __init__(self, parts: LayerBuilder, index: int) -> None:
         self._attention = parts.linear_attention(index)

@@ -10,10 +10,24 @@ from typing import Any
 
 from weft.core.errors import ConfigError
 from weft.models import mixtures
-from weft.models.family import FUSED_MLP_NAMES, Family, LinearConfig, RopeParameters, Scales
+from weft.models.family import (
+    FUSED_MLP_NAMES,
+    Family,
+    PartNames,
+    RopeParameters,
+    Scales,
+)
 from weft.models.gemma4_config import GEMMA4, gemma_scales
 from weft.models.latent_config import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
-from weft.models.layer_types import attention_types, layer_types, one_window_by_type, rope_by_type
+from weft.models.layer_types import (
+    attention_types,
+    layer_types,
+    linear_layers,
+    one_window_by_type,
+    rope_by_type,
+)
+from weft.models.lfm2_config import LFM2, lfm2_mlp_width
+from weft.models.state_config import LinearConfig
 
 
 def _no_windows(hf: Any) -> tuple[int | None, ...]:
@@ -40,16 +54,8 @@ def _rope_or_none(hf: Any) -> tuple[RopeParameters | None, ...]:
     return tuple(hf.rope_parameters if rotated else None for rotated in rotates)
 
 
-def _linear_layers(hf: Any) -> tuple[bool, ...] | None:
-    """Which layers have linear attention; None if none has."""
-    layers = tuple(kind == "linear_attention" for kind in hf.layer_types)
-    if all(layers):
-        raise ConfigError("layer_types names no full_attention, which is needed", "layer_types")
-    return layers if any(layers) else None
-
-
 def _qwen3_5(hf: Any) -> LinearConfig | None:
-    layers = _linear_layers(hf)
+    layers = linear_layers(hf)
     if layers is None:
         return None
     return LinearConfig(
@@ -92,7 +98,7 @@ def _granite_swa_ropes(hf: Any) -> tuple[RopeParameters | None, ...]:
 
 
 def _granite4_mamba(hf: Any) -> LinearConfig | None:
-    layers = _linear_layers(hf)
+    layers = linear_layers(hf)
     if layers is None:
         return None
     return LinearConfig(
@@ -111,6 +117,14 @@ def _granite4_mamba(hf: Any) -> LinearConfig | None:
 def _granite4_ropes(hf: Any) -> tuple[RopeParameters | None, ...]:
     rope = hf.rope_parameters if hf.position_embedding_type == "rope" else None
     return (rope,) * int(hf.num_hidden_layers)
+
+
+def _granite4_mlp_width(hf: Any) -> int:
+    width: int = hf.shared_intermediate_size
+    if width < 1:
+        message = f"shared_intermediate_size must be at least 1, got {width}"
+        raise ConfigError(message, "shared_intermediate_size")
+    return width
 
 
 def _gemma3_scales(hf: Any) -> Scales:
@@ -276,7 +290,11 @@ FAMILIES: dict[str, Family] = {
         "olmo3", one_window_by_type, qk_norm="width", blocks="post", ropes=rope_by_type
     ),
     "HunYuanDenseV1ForCausalLM": _biased(
-        "hunyuan_v1_dense", _no_windows, qk_norm="rotated", ropes=_hunyuan_ropes
+        "hunyuan_v1_dense",
+        _no_windows,
+        qk_norm="rotated",
+        names=PartNames(qk_norms=("query_layernorm", "key_layernorm")),
+        ropes=_hunyuan_ropes,
     ),
     "Ernie4_5ForCausalLM": Family(
         "ernie4_5",
@@ -312,12 +330,14 @@ FAMILIES: dict[str, Family] = {
         "granitemoehybrid",
         _windows_but_linear,
         mlp_names=("shared_mlp.input_linear", "shared_mlp.output_linear"),
-        mlp_width="shared_intermediate_size",
+        mlp_width=_granite4_mlp_width,
         ropes=_granite4_ropes,
         linear=_granite4_mamba,
         moe=mixtures.granite4_moe,
         scales=_granite_scales,
     ),
+    "Lfm2ForCausalLM": replace(LFM2, model_type="lfm2", mlp_width=lfm2_mlp_width),
+    "Lfm2MoeForCausalLM": replace(LFM2, moe=mixtures.lfm2_moe),
     "GlmForCausalLM": Family(
         "glm",
         _no_windows,

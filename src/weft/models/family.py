@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from weft.core.errors import ConfigError
+from weft.models.state_config import LatentConfig, LinearConfig, ShortConvConfig
 
 if TYPE_CHECKING:
     from weft.kernels.ops import Activation
@@ -31,12 +32,20 @@ NORM_NAMES: dict[Blocks, tuple[str, ...]] = {
     "gemma4": (),
 }
 """What most families call these norms within a layer, in the order of their use."""
-QK_NORM_NAMES: dict[QkNorm, tuple[str, str]] = {
-    "head": ("q_norm", "k_norm"),
-    "width": ("q_norm", "k_norm"),
-    "rotated": ("query_layernorm", "key_layernorm"),
-}
-"""What the norms of q and k are called within attention."""
+
+
+class PartNames(NamedTuple):
+    """What checkpoints and adapters call parts that are called the same in most families."""
+
+    attention_out: str = "o_proj"
+    """The last projection of attention, within it."""
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """The norms of q and k, within attention."""
+    last_norm: str = "model.norm"
+    """The norm behind the last layer."""
+
+
+USUAL_NAMES = PartNames()
 MLP_NAMES = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 FUSED_MLP_NAMES = ("mlp.gate_up_proj", "mlp.down_proj")
 RopeParameters = Mapping[str, Any]
@@ -148,133 +157,12 @@ class LayerShape:
     """Whether the projection to keys also gives the values, without a projection to values."""
 
 
-class LatentConfig(NamedTuple):
-    """Attention whose keys and values are projections of one latent vector of each token, and whose
-    cache holds the latents: see `weft.models.latent_attention`."""
-
-    query_rank: int | None
-    """The width of the latent that queries are projected from; None: the layer's input is."""
-    rank: int
-    """The width of the latent of keys and values."""
-    key_dim: int
-    """The part of each head's query and key that has no position. That of a key is a projection of
-    the latent."""
-    rope_dim: int
-    """The part of each head's query and key that is rotated. All heads have the same such key,
-    which is behind the latent in the cache."""
-    value_dim: int
-
-    @property
-    def width(self) -> int:
-        """How many numbers of a token the cache of a layer holds."""
-        return self.rank + self.rope_dim
-
-
 class TokenInputsConfig(NamedTuple):
     """A second embedding of tokens, of which each layer has a part."""
 
     vocab_size: int
     width: int
     """The width of one layer's part."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinearConfig:
-    """Layers whose attention is a recurrent state: by the gated delta rule, or Mamba 2."""
-
-    layers: tuple[bool, ...]
-    """Per layer: whether it is one; others have attention over a KV cache."""
-    num_keys: int
-    """Heads of queries and keys."""
-    num_values: int
-    key_dim: int
-    value_dim: int
-    conv_width: int
-    by_key_head: bool = False
-    """Whether the layer has two projections, whose outputs are ordered by key head: one to queries,
-    keys, values and z, the other to b and a. Else it has four: one to queries, keys and values, and
-    one each to z, b and a."""
-    mamba: bool = False
-    """Whether these are layers of Mamba 2, which have one projection to z, values, keys, queries
-    and b, in this order. In their terms, values are x, keys B, queries C, b the time steps, and
-    `num_keys` is the number of groups."""
-    conv_bias: bool = False
-    """Whether the convolution has a bias."""
-    projection_bias: bool = False
-    """Whether the layer's two projections have biases."""
-    spans_ranks: bool = False
-    """Whether this is a rank's share, and other ranks have heads of the same group."""
-
-    def __post_init__(self) -> None:
-        if self.num_values % self.num_keys:
-            keys, values = "linear_num_key_heads", "linear_num_value_heads"
-            if self.mamba:
-                keys, values = "mamba_n_groups", "mamba_n_heads"
-            message = f"{keys} {self.num_keys} does not divide {values} {self.num_values}"
-            raise ConfigError(message, keys)
-
-    @property
-    def divided(self) -> dict[str, int]:
-        """The numbers that ranks divide, by the configuration's field."""
-        if not self.mamba:
-            return {"linear_num_key_heads": self.num_keys}
-        groups = {"mamba_n_groups": self.num_keys} if self.num_keys > 1 else {}
-        return {"mamba_n_heads": self.num_values, **groups}
-
-    def share_of(self, size: int) -> LinearConfig:
-        """One of `size` ranks' share. The queries and keys of an only group are on all ranks."""
-        keys, values = max(self.num_keys // size, 1), self.num_values // size
-        return replace(self, num_keys=keys, num_values=values, spans_ranks=self.num_keys < size)
-
-    @property
-    def name(self) -> str:
-        """What a decoder layer calls such a layer."""
-        return "mamba" if self.mamba else "linear_attn"
-
-    @property
-    def keys(self) -> int:
-        """The width of all queries, and of all keys."""
-        return self.num_keys * self.key_dim
-
-    @property
-    def values(self) -> int:
-        return self.num_values * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """The width of the convolution: all queries, keys and values."""
-        return 2 * self.keys + self.values
-
-    @property
-    def channel_parts(self) -> tuple[int, ...]:
-        """The widths of queries, keys and values in the order in which checkpoints have them as
-        channels of the convolution."""
-        parts = self.keys, self.keys, self.values
-        return parts[::-1] if self.mamba else parts
-
-    @property
-    def heads_per_key(self) -> int:
-        """How many value heads have the same key head."""
-        return self.num_values // self.num_keys
-
-    @property
-    def projections(self) -> dict[str, tuple[int, ...]]:
-        """The layer's projections of its input, and the parts of their outputs, each of which lies
-        by key head."""
-        if self.mamba:
-            parts = self.values, self.values, self.keys, self.keys, self.num_values
-            return {"in_proj": parts}
-        if self.by_key_head:
-            return {
-                "in_proj_qkvz": (self.channels + self.values,),
-                "in_proj_ba": (2 * self.num_values,),
-            }
-        return {
-            "in_proj_qkv": (self.keys, self.keys, self.values),
-            "in_proj_z": (self.values,),
-            "in_proj_b": (self.num_values,),
-            "in_proj_a": (self.num_values,),
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,8 +212,10 @@ class Family:
     fused_qkv: bool = False
     mlp_names: tuple[str, ...] = MLP_NAMES
     """What a layer calls gate, up and down, or only two names if gate and up are one projection."""
-    mlp_width: str = "intermediate_size"
-    """The field that has the inner width of dense MLPs."""
+    mlp_width: Callable[[Any], int] = lambda hf: getattr(hf, "intermediate_size", 0)
+    """The inner width of dense MLPs; it may be called once the configuration's sizes and numbers
+    are known to be valid."""
+    names: PartNames = USUAL_NAMES
     blocks: Blocks = "pre"
     norm_names: Callable[[Any], tuple[str, ...]] | None = None
     """What a layer calls its norms, in the order of their use, where that differs from
@@ -343,7 +233,7 @@ class Family:
     ropes: Callable[[Any], tuple[RopeParameters | None, ...]] = _one_rope
     """For each layer; None: its positions are not rotated."""
     moe: Callable[[Any], MoeConfig | None] = lambda hf: None
-    linear: Callable[[Any], LinearConfig | None] = lambda hf: None
+    linear: Callable[[Any], LinearConfig | ShortConvConfig | None] = lambda hf: None
     latent: Callable[[Any], LatentConfig | None] = lambda hf: None
     output_gate: bool = False
     """Whether q_proj's output has a gate behind each head's query, for the output of attention."""

@@ -1,5 +1,6 @@
 """Lists the fields of configurations that are read, and those that don't matter. All others must be
-at their default: a model that sets one is refused by its name, never served approximately."""
+at their default: a model that sets one is refused by its name, never served approximately. Numbers
+that no model can have are refused here, too."""
 
 from __future__ import annotations
 
@@ -20,6 +21,11 @@ READ = frozenset(
         "attention_multiplier",
         "attention_out_bias",
         "attn_logit_softcapping",
+        "block_auto_adjust_ff_dim",
+        "block_ffn_dim_multiplier",
+        "block_multiple_of",
+        "conv_L_cache",
+        "conv_bias",
         "decoder_sparse_step",
         "dtype",
         "embedding_multiplier",
@@ -68,8 +74,10 @@ READ = frozenset(
         "n_routed_experts",
         "n_shared_experts",
         "no_rope_layers",
+        "norm_eps",
         "norm_topk_prob",
         "num_attention_heads",
+        "num_dense_layers",
         "num_experts",
         "num_experts_per_tok",
         "num_global_key_value_heads",
@@ -106,6 +114,7 @@ READ = frozenset(
         "use_bias",
         "use_bidirectional_attention",
         "use_double_wide_mlp",
+        "use_expert_bias",
         "use_qk_norm",
         "use_sliding_window",
         "v_head_dim",
@@ -120,9 +129,16 @@ WITHOUT_EFFECT = frozenset(
         # what transformers makes of other fields that are read
         "_sliding_window_pattern",
         "full_attention_interval",
+        "full_attn_idxs",
         "max_window_layers",
         "no_rope_layer_interval",
         "mamba_expand",
+        # sizes that LFM2's files have twice
+        "block_dim",
+        "block_norm_eps",
+        "conv_dim",
+        "conv_dim_out",
+        "num_heads",
         # the tokenizer's or the request's part
         "bos_token_id",
         "eod_token_id",
@@ -130,6 +146,10 @@ WITHOUT_EFFECT = frozenset(
         # training
         "attention_dropout",
         "aux_loss_alpha",
+        "block_mlp_init_scale",
+        "block_out_init_scale",
+        "block_use_xavier_init",
+        "conv_use_xavier_init",
         "embd_pdrop",
         "initializer_range",
         "output_router_logits",
@@ -183,6 +203,9 @@ COMPUTED = {
     # Granite 4
     "init_method": "mup",
     "normalization_function": "rmsnorm",
+    # LFM2
+    "block_use_swiglu": True,
+    "use_pos_enc": True,
     # Cohere 2
     "layer_switch": 4,
     "order_of_interleaved_layers": "local_attn_first",
@@ -217,7 +240,8 @@ def check_fields(hf: Any) -> None:
 
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("intermediate_size", "moe_intermediate_size"),
+    *("intermediate_size", "moe_intermediate_size", "shared_intermediate_size"),
+    *("block_multiple_of", "conv_L_cache"),
     *("max_position_embeddings", "n_shared_experts"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "vocab_size_per_layer_input"),
@@ -225,8 +249,8 @@ _SIZES = (
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 _NUMBERS = (
-    *("attention_multiplier", "attn_logit_softcapping", "embedding_multiplier"),
-    "final_logit_softcapping",
+    *("attention_multiplier", "attn_logit_softcapping", "block_ffn_dim_multiplier"),
+    *("embedding_multiplier", "final_logit_softcapping", "norm_eps"),
     *("layer_norm_eps", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
     *("residual_multiplier", "rms_norm_eps", "routed_scaling_factor"),
     *("swiglu_alpha", "swiglu_limit"),
@@ -236,10 +260,10 @@ _FACTORS = "attention_multiplier", "embedding_multiplier", "logits_scaling", "re
 """Those that must not be null either."""
 
 
-def check_numbers(hf: Any, mlp_width: str, windows: Iterable[int | None]) -> None:
-    """Check the sizes and numbers of a configuration of transformers, and the windows of its
-    layers. `mlp_width`: the field with the width of dense MLPs. Raises ConfigError."""
-    sizes = [(name, getattr(hf, name, None)) for name in (*_SIZES, mlp_width)]
+def check_numbers(hf: Any, windows: Iterable[int | None]) -> None:
+    """Check the sizes and other numbers of a configuration, and the layers' `windows`, which must
+    be sizes too. Raises ConfigError for one that no model can have."""
+    sizes = [(name, getattr(hf, name, None)) for name in _SIZES]
     for name, size in (*sizes, *(("sliding_window", window) for window in set(windows))):
         if size is not None and not 1 <= size < 1 << 31:
             raise ConfigError(f"{name} must be at least 1 and below 2**31, got {size}", name)

@@ -8,7 +8,8 @@ from typing import Any
 
 from weft.core.errors import ConfigError
 from weft.models import mixtures
-from weft.models.family import Family, LatentConfig, Scales
+from weft.models.family import Family, Scales
+from weft.models.state_config import LatentConfig
 
 
 def _latent(hf: Any) -> LatentConfig:

@@ -18,7 +18,7 @@ def one_window_by_type(hf: Any) -> tuple[int | None, ...]:
 
 def layer_types(hf: Any, *known: str) -> list[str]:
     """The kind of each layer. Raises ConfigError unless each is one of the `known` ones."""
-    types = list(hf.layer_types)
+    types = list(hf.layer_types or ())
     if len(types) != hf.num_hidden_layers or not set(types) <= set(known):
         raise ConfigError(
             f"layer_types must name one of {', '.join(sorted(known))} for each of the "
@@ -39,3 +39,11 @@ def rope_by_type(hf: Any) -> tuple[RopeParameters | None, ...]:
         message = f"rope_parameters say nothing of {', '.join(sorted(missing))}"
         raise ConfigError(message, "rope_parameters")
     return tuple(hf.rope_parameters[kind] for kind in types)
+
+
+def linear_layers(hf: Any, called: str = "linear_attention") -> tuple[bool, ...] | None:
+    """Which layers have a recurrent state, and are `called` that way; None if none has."""
+    layers = tuple(kind == called for kind in hf.layer_types)
+    if all(layers):
+        raise ConfigError("layer_types names no full_attention, which is needed", "layer_types")
+    return layers if any(layers) else None

@@ -1,4 +1,5 @@
-"""Attention by a recurrent state in place of a KV cache: the gated delta rule, or Mamba 2.
+"""Layers with a recurrent state in place of a KV cache: the gated delta rule, Mamba 2, or a gated
+short convolution.
 
 Shapes: T token rows, I hidden size, O outputs of all heads.
 """
@@ -18,8 +19,9 @@ from weft.core.units import MAX_GUESSES
 from weft.kernels.collective.base import Ranks
 from weft.kernels.delta import Columns, DeltaLayer, StateCache
 from weft.kernels.ops import Ops, Product, rms_norm
-from weft.models.family import LinearConfig
+from weft.kernels.short_conv import ShortConvLayer
 from weft.models.layers import Linear, StepContext
+from weft.models.state_config import LinearConfig, ShortConvConfig
 
 MAX_HEAD = 256
 """The most columns of a key or a value of which kernels can have a chunk at once."""
@@ -69,10 +71,27 @@ class LinearAttention:
         return self.out(out_TO if self.norm is None else self.norm(out_TO), step)
 
 
-def check_heads(shape: LinearConfig, device: torch.device) -> None:
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """A layer with a gated short convolution between two projections."""
+
+    into: Linear
+    """The projection to the gates b and c, and to x."""
+    out: Linear
+    layer: ShortConvLayer
+    ops: Ops
+
+    def __call__(self, x_TI: Tensor, step: StepContext, cache: StateCache) -> Product:
+        assert step.states is not None
+        y = self.into(x_TI, step)
+        out_TC = self.ops.short_conv(y, self.layer, cache, step.states, step.positions_T)
+        return self.out(out_TC, step)
+
+
+def check_heads(shape: LinearConfig | ShortConvConfig, device: torch.device) -> None:
     """Raises ConfigError for heads that are too large for kernels on a GPU: one program has a
     head's state in shared memory, in fp32."""
-    if device.type != "cuda":
+    if device.type != "cuda" or isinstance(shape, ShortConvConfig):
         return
     names = "linear_key_head_dim", "linear_value_head_dim"
     if shape.mamba:
@@ -116,11 +135,13 @@ def columns_of(shape: LinearConfig) -> Columns:
 
 
 def allocate_states(
-    shape: LinearConfig, num_states: int, dtype: torch.dtype, device: torch.device | str
+    shape: LinearConfig | ShortConvConfig,
+    num_states: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> StateCache:
     """The states of one layer, zeroed."""
-    num_kept = shape.conv_width - 1 + MAX_GUESSES
-    kept = num_states, num_kept, shape.channels + 2 * shape.num_values
+    kept = num_states, shape.conv_width - 1 + MAX_GUESSES, shape.kept_width
     inputs = torch.zeros(kept, dtype=dtype, device=device)
-    size = (num_states, shape.num_values, shape.key_dim, shape.value_dim)
+    size = (num_states, *shape.state_shape)
     return StateCache(inputs, torch.zeros(size, dtype=torch.float32, device=device))

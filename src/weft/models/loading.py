@@ -29,7 +29,7 @@ from weft.kernels.linear import DenseWeight
 from weft.kernels.quant import VALUES, Format, format_named
 from weft.kernels.quant.packed import fits
 from weft.models import mtp
-from weft.models.blueprint import EMBED, HEAD, model_shard, target_table
+from weft.models.blueprint import EMBED, HEAD, IN_FLOAT32, model_shard, target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model, share_of
 from weft.models.linear_attention import check_heads
 from weft.models.matrices import LinearMatrices
@@ -46,7 +46,7 @@ from weft.models.weights import (
 
 logger = logging.getLogger(__name__)
 _HEAD_NAME = "lm_head.weight"
-_BARE = ("embed_tokens.", "layers.", "norm.")  # of a decoder saved alone, as for embeddings
+_BARE = "embed_tokens.", "layers.", "norm.", "embedding_norm."  # of a decoder saved alone
 _SAMPLED_BYTES, _SAMPLED_TENSORS = 64, 64
 
 
@@ -149,7 +149,7 @@ def _check_deterministic(config: ModelConfig) -> None:
     """Raises ConfigError for a model with kernels that are not deterministic."""
     for has, what in (
         (config.moe is not None, "a mixture of experts"),
-        (config.linear is not None, "linear attention"),
+        (config.linear is not None, "layers with recurrent states"),
         (config.latent is not None, "attention to latents"),
     ):
         if has:
@@ -313,7 +313,7 @@ def allocate_weights(
     for name, shape, *_ in table.vectors:
         # Parameters of decays stay in fp32, as their rounding would act again with every token, and
         # so do corrections, as they decide between experts whose weights may differ little.
-        own = torch.float32 if name.endswith(("A_log", "dt_bias", "correction_bias")) else dtype
+        own = torch.float32 if name.endswith(IN_FLOAT32) else dtype
         weights.vectors[name] = torch.empty(shape, dtype=own, device=device)
     return weights
 

@@ -196,6 +196,24 @@ def granite4_moe(hf: Any) -> MoeConfig | None:
     return replace(granite_moe(hf), beside_mlp=True)
 
 
+def lfm2_moe(hf: Any) -> MoeConfig | None:
+    _check_counts(hf, 1, "num_experts", "num_experts_per_tok")
+    _check_counts(hf, 0, "num_dense_layers")
+    layers = tuple(i >= hf.num_dense_layers for i in range(hf.num_hidden_layers))
+    if not any(layers):
+        return None
+    return _mixture(
+        *(hf, hf.num_experts, hf.moe_intermediate_size, hf.norm_topk_prob),
+        layers=layers,
+        names=("feed_forward", "w1", "w3", "w2"),
+        place="feed_forward.",
+        sigmoid=True,
+        correction="expert_bias" if hf.use_expert_bias else "",
+        least_sum=1e-6,
+        scale=float(hf.routed_scaling_factor),
+    )
+
+
 def gpt_oss(hf: Any) -> MoeConfig:
     # alpha and limit of the activation, which are no fields in older releases of transformers
     swiglu = getattr(hf, "swiglu_alpha", 1.702), getattr(hf, "swiglu_limit", 7.0)

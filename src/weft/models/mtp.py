@@ -25,7 +25,7 @@ from weft.core.shards import Shard
 from weft.core.targets import Packed, TargetTable, build_table
 from weft.kernels.attention import KVCache
 from weft.kernels.ops import Ops
-from weft.models.blueprint import EMBED, HEAD, LAST_NORM, target_table
+from weft.models.blueprint import EMBED, HEAD, target_table
 from weft.models.builder import LayerBuilder
 from weft.models.config import ModelConfig, share_of
 from weft.models.decoder import AttentionLayer, Decoder, pre_norm
@@ -95,7 +95,7 @@ class MtpHead:
         self._fc = parts.linear(_FC)
         self._layer = AttentionLayer(parts, 0)
         of_layer = [f"model.layers.0.{name}" for name in parts.config.norm_names]
-        self._norms = [parts.norm(name) for name in (*of_layer, LAST_NORM)]
+        self._norms = [parts.norm(name) for name in (*of_layer, parts.config.names.last_norm)]
         self._last_token = base.config.vocab_size - 1
 
     def forward(

@@ -238,10 +238,11 @@ def _expert_places(
     called = dict(zip(("gate_proj", "up_proj", "down_proj"), projections, strict=True))
     here, places = shard.copies("experts"), dict[str, Place]()
     for s, own in zip(group.slices, shard.own.groups[group.index].slices, strict=True):
+        of_layer = s.name.partition(moe.place)[0]
         for expert in range(moe.num_experts) if s.suffix in called else ():
             is_here = here.start <= expert < here.stop
             view = _rows(matrix_EOI[expert - here.start], own) if is_here else None
-            name = f"{s.name.partition('mlp.')[0]}{mlp}.experts.{expert}.{called[s.suffix]}.weight"
+            name = f"{of_layer}{mlp}.experts.{expert}.{called[s.suffix]}.weight"
             places[name] = place_of(shard, (s,), view)
     return places
 

@@ -133,9 +133,9 @@ HELP: dict[str, str] = {
     "kv_cache_memory": "Memory for the KV cache on a CPU, such as 512M or 2G.",
     "gpu_memory_utilization": "The share of a GPU's memory to use, from 0 to 1.",
     "enable_prefix_caching": "Reuse the KV cache of prompts that begin alike.",
-    "snapshot_memory": "For models with linear attention, such as Qwen3.5: memory for their"
-    " states at the end of cached prefixes, such as 2G. Default: an eighth of what the KV cache"
-    " would have.",
+    "snapshot_memory": "For models with recurrent states, such as Qwen3.5 and LFM2: memory for"
+    " their states at the end of cached prefixes, such as 2G. Default: an eighth of what the KV"
+    " cache would have.",
     "max_num_seqs": "Number of requests that run at the same time. Further ones wait.",
     "max_chunk_delay": "Milliseconds by which reading a chunk of a prompt may delay running"
     " streams. Lower values give steadier streams and later first tokens. Default: no limit.",

@@ -10,6 +10,7 @@ from typing import Any
 
 _OLMO = re.compile(r"message(?:\.get\('functions'|\['functions'\]|\.functions)")
 _PHI = "message['tools']"
+_LFM = "<|tool_list_start|>"
 _GLM = re.compile(r"\.metadata\b|\['metadata'\]")
 _KIMI = "## Return of"
 _MISTRAL = re.compile(r"\|\s*length\s*!=\s*9\b")
@@ -57,6 +58,8 @@ def with_fields(
     field = _field_of(template)
     if field is None and _GLM.search(template) and "<|observation|>" in template:
         return [each for m in messages for each in _of_glm(m)]
+    if field is None and _LFM in template and "tool_calls" not in template:
+        return [_of_lfm(m) for m in messages]
     if field is None:
         return list(messages)
     found = [_with_calls(m, field) for m in messages]
@@ -130,7 +133,7 @@ def _with_calls(message: Message, field: str) -> Message:
     functions = [call["function"] for call in calls]
     content = message.get("content") or ""
     if field == "functions":
-        text = "\n".join(f"{f['name']}({_as_python(f['arguments'])})" for f in functions)
+        text = "\n".join(_call_as_python(f) for f in functions)
         return {**message, "content": content, "function_calls": text}
     named = [{"name": f["name"], "arguments": f["arguments"]} for f in functions]
     text = json.dumps(named, ensure_ascii=False)
@@ -153,8 +156,19 @@ def _of_glm(message: Message) -> list[Message]:
     return found
 
 
-def _as_python(arguments: Any) -> str:
-    if not isinstance(arguments, Mapping):
-        return str(arguments)
-    pairs = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
-    return ", ".join(pairs)
+def _of_lfm(message: Message) -> Message:
+    """LFM2's first templates know of no calls, which are then a part of the content."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    text = ", ".join(_call_as_python(call["function"]) for call in calls)
+    content = message.get("content") or ""
+    return {**message, "content": f"{content}<|tool_call_start|>[{text}]<|tool_call_end|>"}
+
+
+def _call_as_python(function: Mapping[str, Any]) -> str:
+    arguments = function["arguments"]
+    if isinstance(arguments, Mapping):
+        pairs = arguments.items()
+        arguments = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in pairs)
+    return f"{function['name']}({arguments})"

@@ -65,7 +65,7 @@ class CacheSizes(NamedTuple):
     num_blocks: int
     """Blocks of the KV cache."""
     num_states: int
-    """Recurrent states of sequences, for layers with linear attention."""
+    """Recurrent states of sequences, for layers that have one in place of a KV cache."""
     num_snapshots: int
     """Snapshots of such states."""
 

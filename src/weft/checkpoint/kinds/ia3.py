@@ -11,7 +11,11 @@ from weft.checkpoint.parts import AdapterParts, Array, Deferred, TargetParts, fi
 from weft.checkpoint.refuse import refuse, show
 from weft.core.targets import Target, TargetTable
 
-_UP = {"down_proj": ("up_proj", "gate_up_proj"), "output_linear": ("input_linear",)}
+_UP = {
+    "down_proj": ("up_proj", "gate_up_proj"),
+    "output_linear": ("input_linear",),
+    "w2": ("w3",),
+}
 """By the last projection of an MLP: what up, or gate and up in one, may be called there."""
 
 

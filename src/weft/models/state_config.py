@@ -1,0 +1,212 @@
+"""Shapes of layers that do not keep the keys and values of each token, as parts of a model's
+configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from weft.core.errors import ConfigError
+
+
+class LatentConfig(NamedTuple):
+    """Attention whose keys and values are projections of one latent vector of each token, and whose
+    cache holds the latents: see `weft.models.latent_attention`."""
+
+    query_rank: int | None
+    """The width of the latent that queries are projected from; None: the layer's input is."""
+    rank: int
+    """The width of the latent of keys and values."""
+    key_dim: int
+    """The part of each head's query and key that has no position. That of a key is a projection of
+    the latent."""
+    rope_dim: int
+    """The part of each head's query and key that is rotated. All heads have the same such key,
+    which is behind the latent in the cache."""
+    value_dim: int
+
+    @property
+    def width(self) -> int:
+        """How many numbers of a token the cache of a layer holds."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Layers whose attention is a recurrent state: by the gated delta rule, or Mamba 2."""
+
+    layers: tuple[bool, ...]
+    """Per layer: whether it is one; others have attention over a KV cache."""
+    num_keys: int
+    """Heads of queries and keys."""
+    num_values: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    by_key_head: bool = False
+    """Whether the layer has two projections, whose outputs are ordered by key head: one to queries,
+    keys, values and z, the other to b and a. Else it has four: one to queries, keys and values, and
+    one each to z, b and a."""
+    mamba: bool = False
+    """Whether these are layers of Mamba 2, which have one projection to z, values, keys, queries
+    and b, in this order. In their terms, values are x, keys B, queries C, b the time steps, and
+    `num_keys` is the number of groups."""
+    conv_bias: bool = False
+    """Whether the convolution has a bias."""
+    projection_bias: bool = False
+    """Whether the layer's two projections have biases."""
+    spans_ranks: bool = False
+    """Whether this is a rank's share, and other ranks have heads of the same group."""
+
+    def __post_init__(self) -> None:
+        if self.num_values % self.num_keys:
+            keys, values = "linear_num_key_heads", "linear_num_value_heads"
+            if self.mamba:
+                keys, values = "mamba_n_groups", "mamba_n_heads"
+            message = f"{keys} {self.num_keys} does not divide {values} {self.num_values}"
+            raise ConfigError(message, keys)
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """The numbers that ranks divide, by the configuration's field."""
+        if not self.mamba:
+            return {"linear_num_key_heads": self.num_keys}
+        groups = {"mamba_n_groups": self.num_keys} if self.num_keys > 1 else {}
+        return {"mamba_n_heads": self.num_values, **groups}
+
+    def share_of(self, size: int) -> LinearConfig:
+        """One of `size` ranks' share. The queries and keys of an only group are on all ranks."""
+        keys, values = max(self.num_keys // size, 1), self.num_values // size
+        return replace(self, num_keys=keys, num_values=values, spans_ranks=self.num_keys < size)
+
+    @property
+    def name(self) -> str:
+        """What a decoder layer calls such a layer."""
+        return "mamba" if self.mamba else "linear_attn"
+
+    @property
+    def kept_width(self) -> int:
+        """How many numbers of each token a state keeps: the inputs to the convolution, and to each
+        head's strength and decay."""
+        return self.channels + 2 * self.num_values
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of what a state has besides: a matrix for each head."""
+        return self.num_values, self.key_dim, self.value_dim
+
+    @property
+    def vectors(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The layer's tensors besides projections, by name: the dimensions behind the first one,
+        and the parts of the first one that ranks divide."""
+        of_heads: tuple[int, ...] = (self.num_values,)
+        found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+            "conv1d.weight": ((1, self.conv_width), self.channel_parts),
+            "A_log": ((), of_heads),
+            "dt_bias": ((), of_heads),
+            "norm.weight": ((), (self.values if self.mamba else self.value_dim,)),
+        }
+        if self.mamba:
+            found["D"] = (), of_heads
+        if self.conv_bias:
+            found["conv1d.bias"] = (), self.channel_parts
+        return found
+
+    @property
+    def keys(self) -> int:
+        """The width of all queries, and of all keys."""
+        return self.num_keys * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.num_values * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """The width of the convolution: all queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def channel_parts(self) -> tuple[int, ...]:
+        """The widths of queries, keys and values in the order in which checkpoints have them as
+        channels of the convolution."""
+        parts = self.keys, self.keys, self.values
+        return parts[::-1] if self.mamba else parts
+
+    @property
+    def heads_per_key(self) -> int:
+        """How many value heads have the same key head."""
+        return self.num_values // self.num_keys
+
+    @property
+    def projections(self) -> dict[str, tuple[int, ...]]:
+        """The layer's projections of its input, and the parts of their outputs, each of which lies
+        by key head."""
+        if self.mamba:
+            parts = self.values, self.values, self.keys, self.keys, self.num_values
+            return {"in_proj": parts}
+        if self.by_key_head:
+            return {
+                "in_proj_qkvz": (self.channels + self.values,),
+                "in_proj_ba": (2 * self.num_values,),
+            }
+        return {
+            "in_proj_qkv": (self.keys, self.keys, self.values),
+            "in_proj_z": (self.values,),
+            "in_proj_b": (self.num_values,),
+            "in_proj_a": (self.num_values,),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """Layers with a gated short convolution in place of attention: `out(c * conv(b * x))`, where b,
+    c and x are the parts of a projection of the layer's input. Their state is the last inputs of
+    the convolution."""
+
+    layers: tuple[bool, ...]
+    """Per layer: whether it is one; others have attention over a KV cache."""
+    channels: int
+    """The width of the convolution, and of b, c and x."""
+    conv_width: int
+    """How many tokens the convolution reads, the newest one included."""
+    projection_bias: bool = False
+    """Whether the convolution and the layer's two projections have biases."""
+    name = "conv"
+    """What a decoder layer calls such a layer."""
+    state_shape = (0,)
+    """A state has nothing besides what it keeps of tokens."""
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """The numbers that ranks divide, by the configuration's field."""
+        return {"hidden_size": self.channels}
+
+    def share_of(self, size: int) -> ShortConvConfig:
+        """One of `size` ranks' share, some of the channels."""
+        return replace(self, channels=self.channels // size)
+
+    @property
+    def values(self) -> int:
+        """The width of what the last projection reads."""
+        return self.channels
+
+    @property
+    def kept_width(self) -> int:
+        """How many numbers of each token a state keeps: the inputs to the convolution."""
+        return self.channels
+
+    @property
+    def projections(self) -> dict[str, tuple[int, ...]]:
+        """The layer's projection of its input, and the parts of its output: b, c and x."""
+        return {"in_proj": (self.channels,) * 3}
+
+    @property
+    def vectors(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """As `LinearConfig.vectors`."""
+        found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+            "conv.weight": ((1, self.conv_width), (self.channels,))
+        }
+        if self.projection_bias:
+            found["conv.bias"] = (), (self.channels,)
+        return found
