@@ -361,6 +361,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         first_k_dense_replace=1,
         n_group=4,
         topk_group=2,
+        routed_scaling_factor=10.0,
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 1000.0,
