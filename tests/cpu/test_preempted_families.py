@@ -24,7 +24,8 @@ NAMES = [None, "LoRA", None, "LoRA", "LoRA", None, "LoRA", None]
 
 
 OTHERS = [
-    pytest.param(f, marks=pytest.mark.exhaustive) for f in ("gemma3", "gemma4-moe", "gpt-oss")
+    pytest.param(f, marks=pytest.mark.exhaustive)
+    for f in ("gemma3", "gemma4-moe", "gpt-oss", "deepseek-v3")
 ]
 
 
