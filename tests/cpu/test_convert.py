@@ -25,7 +25,7 @@ from weft.checkpoint.kinds.lokr import sides
 from weft.checkpoint.parts import AdapterParts
 from weft.checkpoint.read import AdapterFiles
 from weft.core.errors import AdapterInvalid
-from weft.core.targets import TargetTable
+from weft.core.targets import Packed, TargetTable, build_table
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 DOWN0 = "base_model.model.model.layers.0.mlp.down_proj"
@@ -124,6 +124,23 @@ def test_ia3_scales_outputs(tmp_path: Path, table: TargetTable) -> None:
     assert up is not None and torch.equal(tensor_of(up.array), both)
     k_name = "base_model.model.model.layers.0.self_attn.k_proj.ia3_l"
     assert key is not None and torch.equal(tensor_of(key.array), tensors[k_name].view(-1))
+
+
+def test_ia3_of_what_is_squared_scales_by_roots() -> None:
+    """The input of down_proj is the square of a ReLU, which has no gate."""
+    mlp = "model.layers.0.mlp."
+    up = Packed("0.up", "linear", 4, (3,), (mlp + "up_proj",), degree=2)
+    down = Packed("0.down", "linear", 3, (4,), (mlp + "down_proj",))
+    table, targets = build_table([up, down]), ["up_proj", "down_proj"]
+    config = {"peft_type": "IA3", "target_modules": targets, "feedforward_modules": targets[1:]}
+    own, squared = torch.tensor([[2.0], [-1.0], [0.5]]), torch.tensor([[4.0, 0.25, 0.0]])
+    tensors = {f"base_model.model.{mlp}up_proj.ia3_l": own, f"{DOWN0}.ia3_l": squared}
+    (found,) = convert(config, table, tensors).targets
+    assert found.target.name == mlp + "up_proj" and found.gain is not None
+    assert tensor_of(found.gain.array).tolist() == [4.0, -0.5, 0.0]
+    with pytest.raises(AdapterInvalid) as caught:
+        convert(config, table, tensors | {f"{DOWN0}.ia3_l": -squared})
+    assert caught.value.param == f"{DOWN0}.ia3_l"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

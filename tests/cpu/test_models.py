@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
@@ -157,6 +158,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama-yarn": LlamaConfig(**SIZES, **YARN),
     "llama-yarn-full": LlamaConfig(**SIZES, **YARN_FULL),
     "llama-bias": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, head_dim=12),
+    "arcee": ArceeConfig(**SIZES, **YARN, head_dim=12),
+    "arcee-tied-bias": ArceeConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
     "seed-oss": SeedOssConfig(**SIZES, head_dim=12),
     "seed-oss-other-biases-tied": SeedOssConfig(
         **SIZES,
@@ -848,6 +853,7 @@ AGAIN = {
     "gemma2-untied-bias",
     "ernie4.5-untied-bias",
     "cwm-tied-bias",
+    "arcee-tied-bias",
     "granite-swa-untied-bias",
 }
 """Configurations whose features others have too, in other families."""
@@ -1183,7 +1189,7 @@ class RecordingLora(LoraStep):
         self._add("head", y_NV, x_NI, group)
 
 
-@pytest.mark.parametrize("name", ["llama3-tied", "qwen3", "phi3", "olmo2"])
+@pytest.mark.parametrize("name", ["llama3-tied", "qwen3", "phi3", "olmo2", "arcee"])
 def test_the_seam_calls_every_group_of_the_table_once(name: str, tmp_path: Path) -> None:
     make_model(CONFIGS[name]).save_pretrained(tmp_path)
     config, weights, decoder = load(tmp_path)
@@ -1200,7 +1206,7 @@ def test_the_seam_calls_every_group_of_the_table_once(name: str, tmp_path: Path)
     assert torch.equal(weights.embed, before)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "phi3", "olmo2"])
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "olmo2", "arcee"])
 def test_the_table_names_every_projection_and_norm_of_the_model(name: str, tmp_path: Path) -> None:
     model = make_model(CONFIGS[name])
     model.save_pretrained(tmp_path)
@@ -1291,6 +1297,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
         ({"model_type": "qwen2"}, "model_type"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_act": "relu2"}, "hidden_act"),
         ({"dtype": "float64"}, "dtype"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters"),

@@ -208,7 +208,7 @@ def test_norm_and_activation_match_their_oracles(
         torch.testing.assert_close(same, want_added, **tolerance)
         want = want_added if before is None else reference_rms_norm(want_added, before, 1e-6)
         torch.testing.assert_close(got, want, **tolerance)
-    for activation in ("silu", ClampedSwiglu(1.7, 0.5)):
+    for activation in ("silu", ClampedSwiglu(1.7, 0.5), "relu2"):
         want = reference_activate_and_mul(x, activation)
         torch.testing.assert_close(ops.activate_and_mul(Product(x), activation), want, **tolerance)
     want = reference_activate_and_mul(torch.cat((x, delta), 1), "gelu_tanh")

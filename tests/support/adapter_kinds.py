@@ -25,6 +25,7 @@ from peft import (
 )
 from safetensors.torch import load_file, save_file
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
     CwmConfig,
@@ -114,6 +115,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, sliding_window=24),
+    "arcee": ArceeConfig(**SIZES | {"eos_token_id": []}, mlp_bias=True),
     "ministral3": Ministral3Config(
         **SIZES,
         pad_token_id=None,
@@ -409,7 +411,7 @@ LATENT = {
     "glm4-moe-lite": ["q_a_proj", "kv_a_proj_with_mqa"],
 }
 """Families with attention to latents, and their projections to these."""
-BIASED = ("qwen2", "qwen2-moe", "glm4", "seed-oss", "ernie4.5")
+BIASED = ("qwen2", "qwen2-moe", "glm4", "seed-oss", "ernie4.5", "arcee")
 MIXTURES = (
     *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
     *("granite4", "gpt-oss", "mixtral", "minimax-m2", "dots1", "solar-open"),
@@ -438,14 +440,15 @@ UNTIED = (
         "exaone4",
         "hunyuan",
         "cwm",
+        "arcee",
         "qwen3.5",
     ),
     *MIXTURES,
 )
 NEWER = (
     *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
-    *("cohere2", "seed-oss", "exaone4", "hunyuan", "ernie4.5", "cwm", "granite-swa", "qwen3.5"),
-    "lfm2",
+    *("cohere2", "seed-oss", "exaone4", "hunyuan", "ernie4.5", "cwm", "granite-swa"),
+    *("arcee", "qwen3.5", "lfm2"),
 )
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral", "deepseek-v3")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;

@@ -32,7 +32,7 @@ NAMES = dict(
             ),
             *("Granite 3", "Gemma 1", "Gemma 2", "Gemma 3", "Gemma 4", "GLM 4"),
             *("Cohere 2", "Seed-OSS", "EXAONE 4", "Hunyuan", "ERNIE 4.5", "CWM"),
-            *("Granite SWA", "Qwen 3.5", "LFM2"),
+            *("Granite SWA", "Arcee", "Qwen 3.5", "LFM2"),
             *("Qwen 3 MoE", "Qwen 3.5 MoE", "Qwen 3 Next", "Qwen 2 MoE", "OLMoE"),
             *("GLM 4 MoE", "Gemma 4 MoE"),
             *("Granite 4", "gpt-oss", "Mixtral", "MiniMax M2", "dots.llm1", "Solar Open"),
@@ -71,9 +71,10 @@ FAMILIES = """\
 - In DeepSeek V2, DeepSeek V3 and GLM 4.7 Flash, keys and values are projected from latents. The
   kinds apply to all of these projections, except that an activated LoRA of `kv_b_proj` is refused
   ([why](decisions/0025-the-cache-holds-latents.md)).
-- `bias` applies to the biases that Qwen 2, its mixture, GLM 4, Seed-OSS and ERNIE 4.5 have. Those
-  of gpt-oss can't be replaced, because `peft` saves the biases of its experts with them.
-- (IA)³ of the head needs a head that is not tied to the embedding.
+- `bias` applies to the biases that Qwen 2, its mixture, GLM 4, Seed-OSS, ERNIE 4.5 and Arcee have.
+  Those of gpt-oss can't be replaced, because `peft` saves the biases of its experts with them.
+- (IA)³ of the head needs a head that is not tied to the embedding. In Arcee, a
+  factor below 0 of the input of `down_proj` is refused.
 """
 COLUMNS = """\
 **Other servers.** The last two columns show what the released loaders of vLLM 0.33 and SGLang

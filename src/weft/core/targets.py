@@ -70,6 +70,9 @@ class Packed:
     """Whether it projects latents to each head's key and value, and is applied to queries and to
     the sums of latents instead: see `weft.models.latent_attention`. The output of each head is its
     key, and then its value."""
+    degree: int = 1
+    """Of the MLP's layer that the activation follows: what comes after the activation grows with
+    this power of a positive factor of the last part of the output."""
 
     @property
     def any_format(self) -> bool:

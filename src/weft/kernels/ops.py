@@ -34,7 +34,13 @@ class ClampedSwiglu(NamedTuple):
     limit: float
 
 
-Activation = Literal["silu", "gelu_tanh"] | ClampedSwiglu
+Activation = Literal["silu", "gelu_tanh", "relu2"] | ClampedSwiglu
+"""What comes before the last product of an MLP. relu2, the square of ReLU, has no gate."""
+
+
+def is_gated(activation: Activation) -> bool:
+    """Whether an activation takes gate and up; else it takes up alone."""
+    return activation != "relu2"
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
@@ -76,7 +82,10 @@ def reference_rms_norm(
 
 def activate_and_mul(gate_up_TF: Tensor, activation: Activation = "silu") -> Tensor:
     """`activation(gate) * up` for gate and up packed along the last dimension: (T, 2 F) -> (T, F).
-    gelu_tanh is the approximation of GELU by a tanh."""
+    gelu_tanh is the approximation of GELU by a tanh. Activations without a gate take up alone:
+    (T, F) -> (T, F)."""
+    if not is_gated(activation):
+        return gate_up_TF.relu().square()
     if isinstance(activation, ClampedSwiglu):
         alpha, limit = activation
         gate = gate_up_TF[..., ::2].clamp(max=limit)
@@ -89,6 +98,9 @@ def activate_and_mul(gate_up_TF: Tensor, activation: Activation = "silu") -> Ten
 
 def reference_activate_and_mul(gate_up_TF: Tensor, activation: Activation = "silu") -> Tensor:
     """The oracle of `activate_and_mul`, in fp32."""
+    if not is_gated(activation):
+        up = gate_up_TF.float()
+        return torch.where(up > 0, up * up, 0.0).to(gate_up_TF.dtype)
     if isinstance(activation, ClampedSwiglu):
         alpha, limit = activation
         gate, up = gate_up_TF.float()[..., ::2], gate_up_TF.float()[..., 1::2]
@@ -324,7 +336,8 @@ class Ops:
         self, gate_up: Product, activation: Activation = "silu", up_TF: Tensor | None = None
     ) -> Tensor:
         """Compute what the function `activate_and_mul` does. With `up_TF`, the product is the gate
-        alone; only the clamped activation, whose gate and up lie interleaved, does not take one."""
+        alone; the clamped activation, whose gate and up lie interleaved, does not take one, and
+        those without a gate don't either."""
         both_T2F = gate_up.whole()
         if up_TF is not None:
             both_T2F = torch.cat((both_T2F, up_TF), 1)

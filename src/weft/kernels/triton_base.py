@@ -89,6 +89,13 @@ def activated(gate, up, alpha, limit, GELU: tl.constexpr, CLAMPED: tl.constexpr)
 
 
 @triton.jit
+def activated_alone(up):
+    """The square of the ReLU of up, in fp32: an activation without a gate."""
+    up = tl.maximum(up, 0.0)
+    return up * up
+
+
+@triton.jit
 def ask_for(at):
     """Ask for the lines of 128 bytes that `at` points into, in the second-level cache."""
     tl.inline_asm_elementwise(

@@ -30,11 +30,13 @@ from weft.kernels.ops import (
     Ops,
     Product,
     Rope,
+    is_gated,
 )
 from weft.kernels.short_conv import ShortConvLayer
 from weft.kernels.triton_base import (
     INTERPRETED,
     activated,
+    activated_alone,
     has_pending,
     launch_options,
     starts_early,
@@ -185,12 +187,14 @@ def _activate_and_mul(
     GELU: tl.constexpr,
     CLAMPED: tl.constexpr,
     APART: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out (T, F) = activation(gate) * up of rows (gate, up); programs: row, block of columns.
-    APART: up is not behind gate, but at `up_ptr`, in rows that are `up_stride` apart.
+    APART: up is not behind gate, but at `up_ptr`, in rows that are `up_stride` apart. If not GATED,
+    rows are of up alone, and out is the square of its ReLU.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -201,19 +205,22 @@ def _activate_and_mul(
     if CLAMPED:
         at += f
         to_up = 1
-    if APART:
+    if APART or not GATED:
         at = row * F + f
     has = has_pending(add_slot_ptr + row, PENDING)
     if PDL:
         tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_up_ptr + at, mask=f < F, other=0.0)
     gate = with_pending(gate, add_ptr + at, has, f < F, PENDING)
-    if APART:
-        up = tl.load(up_ptr + row * up_stride + f, mask=f < F, other=0.0).to(tl.float32)
+    if GATED:
+        if APART:
+            up = tl.load(up_ptr + row * up_stride + f, mask=f < F, other=0.0).to(tl.float32)
+        else:
+            up = tl.load(gate_up_ptr + at + to_up, mask=f < F, other=0.0)
+            up = with_pending(up, add_ptr + at + to_up, has, f < F, PENDING).to(tl.float32)
+        out = activated(gate.to(tl.float32), up, alpha, limit, GELU, CLAMPED)
     else:
-        up = tl.load(gate_up_ptr + at + to_up, mask=f < F, other=0.0)
-        up = with_pending(up, add_ptr + at + to_up, has, f < F, PENDING).to(tl.float32)
-    out = activated(gate.to(tl.float32), up, alpha, limit, GELU, CLAMPED)
+        out = activated_alone(gate.to(tl.float32))
     tl.store(out_ptr + row * F + f, out.to(gate.dtype), mask=f < F)
 
 
@@ -332,7 +339,8 @@ class TritonOps(Ops):
     ) -> Tensor:
         gate_up_T2F = gate_up.y_TO
         num_rows, width = gate_up_T2F.shape
-        if up_TF is None:
+        gated = is_gated(activation)
+        if gated and up_TF is None:
             width //= 2
         out_TF = gate_up_T2F.new_empty(num_rows, width)
         clamped = activation if isinstance(activation, ClampedSwiglu) else None
@@ -350,6 +358,7 @@ class TritonOps(Ops):
                 limit,
                 CLAMPED=clamped is not None,
                 APART=up_TF is not None,
+                GATED=gated,
                 GELU=activation == "gelu_tanh",
                 BLOCK=1024,
                 PENDING=gate_up.pending is not None,

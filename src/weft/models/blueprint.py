@@ -211,8 +211,10 @@ def _layer_inputs(config: ModelConfig, i: int) -> list[Packed]:
 def _mlp(config: ModelConfig, i: int) -> list[Packed]:
     hidden, inner, bias = config.hidden_size, config.layer(i).intermediate_size, config.mlp_bias
     *gate_up, down = _named(f"model.layers.{i}.", *config.mlp_names)
+    parts, degree = ((inner, inner), 1) if config.is_gated else ((inner,), 2)
+    into = Packed(f"{i}.gate_up", "linear", hidden, parts, tuple(gate_up), bias, "column")
     return [
-        Packed(f"{i}.gate_up", "linear", hidden, (inner, inner), tuple(gate_up), bias, "column"),
+        replace(into, degree=degree),
         Packed(f"{i}.down", "linear", inner, (hidden,), (down,), bias, "row"),
     ]
 

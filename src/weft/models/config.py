@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.core.errors import ConfigError
 from weft.core.units import EXPERT_UNIT
@@ -17,6 +17,7 @@ from weft.models.family import (
     NORM_NAMES,
     UNSCALED,
     USUAL_NAMES,
+    ActivationName,
     Blocks,
     Family,
     LayerShape,
@@ -32,9 +33,6 @@ from weft.models.quantized.stated import read_quantization
 from weft.models.rope_config import RopeConfig, context_limit, read_rope, with_query_growth
 from weft.models.state_config import LatentConfig, LinearConfig, ShortConvConfig
 from weft.models.stated import read_stated
-
-if TYPE_CHECKING:
-    from weft.kernels.ops import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +76,12 @@ class ModelConfig:
     """Whether checkpoints and adapters have one projection for q, k and v."""
     mlp_names: tuple[str, ...] = MLP_NAMES
     """What checkpoints and adapters call gate, up and down of a layer; two names if they have one
-    projection for gate and up."""
+    projection for gate and up, or no gate."""
     names: PartNames = USUAL_NAMES
     blocks: Blocks = "pre"
     norm_names: tuple[str, ...] = ()
     """What a layer calls the norms around attention and MLP, in the order of their use."""
-    activation: Activation = "silu"
+    activation: ActivationName = "silu"
     scales: Scales = UNSCALED
     norm_offset: float = 0.0
     """What is added to the weights of norms before they multiply."""
@@ -125,6 +123,11 @@ class ModelConfig:
     def rope_dim(self, index: int) -> int:
         """The size of what rope is for in each head of a layer, all or some of it."""
         return self.layer(index).head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether its MLPs have a gate beside up."""
+        return self.activation != "relu2"
 
     def check_context(self, asked: int | None) -> None:
         """Raises ConfigError for a context longer than the model's own."""
@@ -399,7 +402,11 @@ def _rope(parameters: RopeParameters, hf: Any, family: Family) -> RopeConfig:
     return with_query_growth(rope, parameters) if family.query_growth else rope
 
 
-_ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+_ACTIVATIONS: dict[ActivationName, str] = {
+    "silu": "silu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "relu2": "relu2",
+}
 """The names of activations in configurations."""
 
 

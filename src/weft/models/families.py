@@ -12,6 +12,7 @@ from weft.core.errors import ConfigError
 from weft.models import mixtures
 from weft.models.family import (
     FUSED_MLP_NAMES,
+    UNGATED_MLP_NAMES,
     Family,
     PartNames,
     RopeParameters,
@@ -253,6 +254,9 @@ _QWEN3_NEXT = replace(
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": _biased("llama", _no_windows, mlp_bias="mlp_bias"),
+    "ArceeForCausalLM": _biased(
+        "arcee", _no_windows, mlp_bias="mlp_bias", mlp_names=UNGATED_MLP_NAMES, activation="relu2"
+    ),
     "SeedOssForCausalLM": Family(
         "seed_oss",
         _no_windows,

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from weft.core.errors import ConfigError
 from weft.models.state_config import LatentConfig, LinearConfig, ShortConvConfig
-
-if TYPE_CHECKING:
-    from weft.kernels.ops import Activation
 
 QkNorm = Literal["head", "width", "rotated"]
 """What the norm of q and k runs over. head: each head. width: all heads of a token. rotated: each
@@ -32,6 +29,8 @@ NORM_NAMES: dict[Blocks, tuple[str, ...]] = {
     "gemma4": (),
 }
 """What most families call these norms within a layer, in the order of their use."""
+ActivationName = Literal["silu", "gelu_tanh", "relu2"]
+"""The activations of dense MLPs. relu2, the square of ReLU, comes without a gate."""
 
 
 class PartNames(NamedTuple):
@@ -48,6 +47,7 @@ class PartNames(NamedTuple):
 USUAL_NAMES = PartNames()
 MLP_NAMES = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 FUSED_MLP_NAMES = ("mlp.gate_up_proj", "mlp.down_proj")
+UNGATED_MLP_NAMES = ("mlp.up_proj", "mlp.down_proj")
 RopeParameters = Mapping[str, Any]
 """A configuration's `rope_parameters`, for one kind of layer."""
 
@@ -211,7 +211,8 @@ class Family:
     qk_norm_if: bool | str = True
     fused_qkv: bool = False
     mlp_names: tuple[str, ...] = MLP_NAMES
-    """What a layer calls gate, up and down, or only two names if gate and up are one projection."""
+    """What a layer calls gate, up and down, or only two names if gate and up are one projection or
+    there is no gate."""
     mlp_width: Callable[[Any], int] = lambda hf: getattr(hf, "intermediate_size", 0)
     """The inner width of dense MLPs; it may be called once the configuration's sizes and numbers
     are known to be valid."""
@@ -239,7 +240,7 @@ class Family:
     """Whether q_proj's output has a gate behind each head's query, for the output of attention."""
     scales: Callable[[Any], Scales] = _no_scales
     activation_field: str = "hidden_act"
-    activation: Activation = "silu"
+    activation: ActivationName = "silu"
     """The only activation that is served for this family."""
     norm_offset: float = 0.0
     """What is added to the weights of norms."""

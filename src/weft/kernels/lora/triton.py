@@ -46,7 +46,7 @@ from weft.kernels.lora.triton_many import SHARES, TOGETHER, expand_rows, shrink_
 from weft.kernels.lora.triton_ranks import RankExchange
 from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
 from weft.kernels.lora.triton_tiles import EXPERT
-from weft.kernels.ops import Activation, ClampedSwiglu, Pending, Product
+from weft.kernels.ops import Activation, Pending, Product
 from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
 from weft.kernels.triton_linear import MOST_ROWS
 from weft.kernels.tuned import Blocks
@@ -202,7 +202,7 @@ class TritonStep(LoraStep):
         backend, tiles, num_rows = self._backend, self.rows.tiles, len(x_TI)
         pool, tuning = backend.pool, backend.tuning
         of, then = pool.table.groups[group], pool.table.groups[down]
-        if pool.deterministic or len(tiles) != num_rows or isinstance(activation, ClampedSwiglu):
+        if pool.deterministic or len(tiles) != num_rows or activation not in ("silu", "gelu_tanh"):
             return None
         if not gluon_activate.fits(pool, of, then):
             return None
