@@ -9,11 +9,15 @@
 
 A test marked `exhaustive` proves a rule that a cheaper test proves too, on more families, sizes or
 seeds. It is skipped unless EXHAUSTIVE is set, as `make exhaustive` does.
+
+A test may be an `async def`, which runs in an event loop of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import platform
 import tempfile
@@ -22,6 +26,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from patience import in_time
 
 # Modules are imported until all tests are collected, which makes no garbage to speak of.
 gc.disable()
@@ -73,6 +78,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("exhaustive") is not None and "EXHAUSTIVE" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="one of `make exhaustive`"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in an event loop, and fails if it hangs."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(in_time(pyfuncitem.obj(**arguments)))
+    return True
 
 
 @pytest.hookimpl(optionalhook=True)  # not there without pytest-xdist

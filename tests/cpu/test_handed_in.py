@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 from handed_in import CONFIG, PLACES, WEIGHTS, Files, becomes, displace, hostile_contents, lay
-from http_api import Web, World, run
+from http_api import Web, World
 from other_kinds import make, make_adapter
 from patience import PATIENCE_S, wait_until
 from peft import LoraConfig
@@ -40,7 +40,7 @@ SECRET = "what lies outside"
 FILE = "chat_template.jinja"
 
 
-def test_a_template_that_flips_into_a_link_or_a_fifo(tmp_path: Path) -> None:
+async def test_a_template_that_flips_into_a_link_or_a_fifo(tmp_path: Path) -> None:
     """Nothing outside the root is ever read, no load hangs, and later ones succeed."""
     (tmp_path / "root").mkdir()
     (tmp_path / "outside/bot").mkdir(parents=True)
@@ -57,29 +57,27 @@ def test_a_template_that_flips_into_a_link_or_a_fifo(tmp_path: Path) -> None:
             if over.wait(0.0005):
                 return
 
-    async def scenario(web: Web) -> None:
-        flipping = threading.Thread(target=flip)
-        flipping.start()
-        try:
-            for _ in range(3):
-                answer = await web.load("a", path, load_inplace=True)
-                assert answer.status_code in (200, 400, 404, 503), answer.text
-                assert str(tmp_path / "outside") not in answer.text
-                if answer.status_code == 200:
-                    await web.chat(model="a")
-                    prompt = world.engine.requests[-1].prompt_ids
-                    assert byte_level().decode(prompt, skip_special_tokens=True) == "mine"
-        finally:
-            over.set()
-            flipping.join()
-        becomes(template, "text")
-        assert (await web.load("a", path, load_inplace=True)).status_code == 200
-
-    run(world, scenario)
+    web = Web(world)
+    flipping = threading.Thread(target=flip)
+    flipping.start()
+    try:
+        for _ in range(3):
+            answer = await web.load("a", path, load_inplace=True)
+            assert answer.status_code in (200, 400, 404, 503), answer.text
+            assert str(tmp_path / "outside") not in answer.text
+            if answer.status_code == 200:
+                await web.chat(model="a")
+                prompt = world.engine.requests[-1].prompt_ids
+                assert byte_level().decode(prompt, skip_special_tokens=True) == "mine"
+    finally:
+        over.set()
+        flipping.join()
+    becomes(template, "text")
+    assert (await web.load("a", path, load_inplace=True)).status_code == 200
     world.check()
 
 
-def test_the_halves_of_an_adapter_belong_together(tmp_path: Path, table: TargetTable) -> None:
+async def test_the_halves_of_an_adapter_belong_together(tmp_path: Path, table: TargetTable) -> None:
     """The API reads the tokenizer, the engine the weights: in between nothing may be exchanged."""
     world = World(tmp_path, byte_level())
     a, b = Path(world.adapter("a", "A")), Path(world.adapter("b", "B"))
@@ -97,13 +95,10 @@ def test_the_halves_of_an_adapter_belong_together(tmp_path: Path, table: TargetT
 
     world.engine.hold = note  # type: ignore[method-assign]
     world.engine.on_hold = change
-
-    async def scenario(web: Web) -> None:
-        answer = await web.load("x", "link")
-        assert answer.status_code == 503 and "changed" in answer.text
-        assert not world.engine.adapters, "nothing is left of it"
-
-    run(world, scenario)
+    web = Web(world)
+    answer = await web.load("x", "link")
+    assert answer.status_code == 503 and "changed" in answer.text
+    assert not world.engine.adapters, "nothing is left of it"
     world.check()
     (source,) = asked
     assert (source.path, source.root) == (str(a), str(tmp_path))

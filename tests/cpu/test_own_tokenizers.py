@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engines import MakeLLM
-from http_api import HI, INFO, Web, World, run
+from http_api import HI, INFO, Web, World
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import ADAPTERS, BASE
 from toy_tokenizers import byte_level, sentencepiece
@@ -57,77 +57,73 @@ def make_world(folder: Path, tokenizer: Tokenizer | None = None) -> World:
     return world
 
 
-def test_every_route_uses_them(tmp_path: Path) -> None:
+async def test_every_route_uses_them(tmp_path: Path) -> None:
     world, mine = make_world(tmp_path), with_tag(eos_token="<tag>")
     path = world.adapter("a", "!")
     save(mine, path)
+    web = Web(world)
+    assert (await web.load("a", path)).status_code == 200
+    requests = world.engine.requests
+    shown = {"model": "a", "skip_special_tokens": False}
+    answer = await web.chat(**shown, logprobs=True, top_logprobs=1)
+    assert requests[-1].prompt_ids == mine.chat(HI) == [TAG, *mine.encode("hi", False), TAG]
+    assert requests[-1].eos_token_ids == (TAG,)
+    content = answer["choices"][0]["message"]["content"]
+    assert content == "<tag>ih<tag>!"
+    assert answer["choices"][0]["logprobs"]["content"][0]["token"] == "<tag>"
+    streamed = await web.chunks("/v1/chat/completions", {**shown, "messages": HI})
+    deltas = [c["choices"][0]["delta"] for c in streamed[:-1] if c["choices"]]
+    assert "".join(d.get("content", "") for d in deltas) == content
+    assert (await web.chat(model="a"))["choices"][0]["message"]["content"] == "ih!"
+    await web.post("/v1/responses", {"model": "a", "input": "hi"})
+    assert requests[-1].prompt_ids == mine.chat(HI)
 
-    async def scenario(web: Web) -> None:
-        assert (await web.load("a", path)).status_code == 200
-        requests = world.engine.requests
-        shown = {"model": "a", "skip_special_tokens": False}
-        answer = await web.chat(**shown, logprobs=True, top_logprobs=1)
-        assert requests[-1].prompt_ids == mine.chat(HI) == [TAG, *mine.encode("hi", False), TAG]
-        assert requests[-1].eos_token_ids == (TAG,)
-        content = answer["choices"][0]["message"]["content"]
-        assert content == "<tag>ih<tag>!"
-        assert answer["choices"][0]["logprobs"]["content"][0]["token"] == "<tag>"
-        streamed = await web.chunks("/v1/chat/completions", {**shown, "messages": HI})
-        deltas = [c["choices"][0]["delta"] for c in streamed[:-1] if c["choices"]]
-        assert "".join(d.get("content", "") for d in deltas) == content
-        assert (await web.chat(model="a"))["choices"][0]["message"]["content"] == "ih!"
-        await web.post("/v1/responses", {"model": "a", "input": "hi"})
-        assert requests[-1].prompt_ids == mine.chat(HI)
+    answer = await web.complete(**shown, prompt="x<tag>", stop=["!"])
+    assert requests[-1].prompt_ids[-1] == TAG
+    assert answer["choices"][0]["text"].startswith("<tag>x")
+    await web.complete(model="a", prompt=[TAG], logit_bias={str(TAG): 1}, bad_words=["<tag>"])
+    assert (TAG,) in requests[-1].bad_token_ids
+    answer = await web.post("/tokenize", {"model": "a", "prompt": "x<tag>"})
+    assert answer.json()["tokens"][-1] == TAG
+    answer = await web.post("/tokenize", {"model": "a", "messages": HI})
+    assert answer.json()["tokens"] == mine.chat(HI)
+    answer = await web.post("/detokenize", {"model": "a", "tokens": [TAG]})
+    assert answer.json()["prompt"] == "<tag>"
 
-        answer = await web.complete(**shown, prompt="x<tag>", stop=["!"])
-        assert requests[-1].prompt_ids[-1] == TAG
-        assert answer["choices"][0]["text"].startswith("<tag>x")
-        await web.complete(model="a", prompt=[TAG], logit_bias={str(TAG): 1}, bad_words=["<tag>"])
-        assert (TAG,) in requests[-1].bad_token_ids
-        answer = await web.post("/tokenize", {"model": "a", "prompt": "x<tag>"})
-        assert answer.json()["tokens"][-1] == TAG
-        answer = await web.post("/tokenize", {"model": "a", "messages": HI})
-        assert answer.json()["tokens"] == mine.chat(HI)
-        answer = await web.post("/detokenize", {"model": "a", "tokens": [TAG]})
-        assert answer.json()["prompt"] == "<tag>"
-
-        await web.chat()
-        assert requests[-1].prompt_ids == byte_level().chat(HI)
-        assert requests[-1].eos_token_ids == ()
-        refused: list[tuple[str, str, dict[str, Any]]] = [
-            ("/v1/completions", "prompt", {"prompt": [TAG]}),
-            ("/v1/completions", "logit_bias", {"prompt": "x", "logit_bias": {str(TAG): 1}}),
-            ("/v1/completions", "stop_token_ids", {"prompt": "x", "stop_token_ids": [TAG]}),
-            ("/detokenize", "tokens", {"tokens": [TAG]}),
-        ]
-        for route, param, body in refused:
-            answer = await web.post(route, {"model": "base", **body})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-        answer = await web.post("/v1/completions", {"model": "a", "prompt": [TAG + 1]})
-        assert answer.status_code == 400
-
-    run(world, scenario)
+    await web.chat()
+    assert requests[-1].prompt_ids == byte_level().chat(HI)
+    assert requests[-1].eos_token_ids == ()
+    refused: list[tuple[str, str, dict[str, Any]]] = [
+        ("/v1/completions", "prompt", {"prompt": [TAG]}),
+        ("/v1/completions", "logit_bias", {"prompt": "x", "logit_bias": {str(TAG): 1}}),
+        ("/v1/completions", "stop_token_ids", {"prompt": "x", "stop_token_ids": [TAG]}),
+        ("/detokenize", "tokens", {"tokens": [TAG]}),
+    ]
+    for route, param, body in refused:
+        answer = await web.post(route, {"model": "base", **body})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    answer = await web.post("/v1/completions", {"model": "a", "prompt": [TAG + 1]})
+    assert answer.status_code == 400
     world.check()
 
 
-def test_the_same_files_are_the_base_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_same_files_are_the_base_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They share its tokenizer, which is found out once."""
     world = World(tmp_path, byte_level())
     loads: list[LoadTokenizer] = []
     load = Sandbox.load
     monkeypatch.setattr(Sandbox, "load", lambda *a: loads.append(a[1]) or load(*a))
-
-    async def scenario(web: Web) -> None:
-        for name in ("a", "b"):
-            path = world.adapter(name, name)
-            save(byte_level(), path)
-            assert (await web.load(name, path)).status_code == 200
-            await web.chat(model=name)
-            assert world.engine.requests[-1].prompt_ids == byte_level().chat(HI)
-            assert world.engine.requests[-1].eos_token_ids == ()
-        assert len(loads) == 1
-
-    run(world, scenario)
+    web = Web(world)
+    for name in ("a", "b"):
+        path = world.adapter(name, name)
+        save(byte_level(), path)
+        assert (await web.load(name, path)).status_code == 200
+        await web.chat(model=name)
+        assert world.engine.requests[-1].prompt_ids == byte_level().chat(HI)
+        assert world.engine.requests[-1].eos_token_ids == ()
+    assert len(loads) == 1
 
 
 def test_unused_tokenizers_are_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,38 +153,35 @@ def with_token(tokenizer: str, token: str, token_id: int) -> bytes:
     return json.dumps(whole).encode()
 
 
-def test_a_template_alone(tmp_path: Path) -> None:
+async def test_a_template_alone(tmp_path: Path) -> None:
     """With the base's tokenizer. A new one takes effect with the next load of the same weights,
     and goes with the name."""
     world = World(tmp_path, byte_level())
     path = world.adapter("a", "!")
     template = Path(path) / "chat_template.jinja"
-
-    async def scenario(web: Web) -> None:
-        for text in ("one {{ messages[0].content }}", "two {{ messages[0].content }}"):
-            template.write_text(text)
-            assert (await web.load("a", path)).status_code == 200
-            await web.chat(model="a")
-            want = byte_level().encode(f"{text[:3]} hi", add_special_tokens=False)
-            assert world.engine.requests[-1].prompt_ids == want
-        template.unlink()
-        config = {"chat_template": "three {{ messages[0].content }}"}
-        (Path(path) / "tokenizer_config.json").write_text(json.dumps(config))
+    web = Web(world)
+    for text in ("one {{ messages[0].content }}", "two {{ messages[0].content }}"):
+        template.write_text(text)
         assert (await web.load("a", path)).status_code == 200
         await web.chat(model="a")
-        want = byte_level().encode("three hi", add_special_tokens=False)
+        want = byte_level().encode(f"{text[:3]} hi", add_special_tokens=False)
         assert world.engine.requests[-1].prompt_ids == want
-        assert (await web.unload("a")).status_code == 200
-        (Path(path) / "tokenizer_config.json").unlink()
-        assert (await web.load("a", path)).status_code == 200
-        await web.chat(model="a")
-        assert world.engine.requests[-1].prompt_ids == byte_level().chat(HI)
-
-    run(world, scenario)
+    template.unlink()
+    config = {"chat_template": "three {{ messages[0].content }}"}
+    (Path(path) / "tokenizer_config.json").write_text(json.dumps(config))
+    assert (await web.load("a", path)).status_code == 200
+    await web.chat(model="a")
+    want = byte_level().encode("three hi", add_special_tokens=False)
+    assert world.engine.requests[-1].prompt_ids == want
+    assert (await web.unload("a")).status_code == 200
+    (Path(path) / "tokenizer_config.json").unlink()
+    assert (await web.load("a", path)).status_code == 200
+    await web.chat(model="a")
+    assert world.engine.requests[-1].prompt_ids == byte_level().chat(HI)
     world.check()
 
 
-def test_templates_by_name(tmp_path: Path) -> None:
+async def test_templates_by_name(tmp_path: Path) -> None:
     """The one for tools is used for conversations with tools alone. An adapter that brings none has
     those of its base."""
     templates = {"default": "plain", "tool_use": "<tool_call> {{ tools[0].function.name }}"}
@@ -199,16 +192,13 @@ def test_templates_by_name(tmp_path: Path) -> None:
     with_tag().save(Path(plain))
     (Path(plain) / "chat_template.jinja").unlink()
     tools = [{"type": "function", "function": {"name": "f"}}]
-
-    async def scenario(web: Web) -> None:
-        for name, path, own in (("a", named, "own "), ("b", plain, "")):
-            assert (await web.load(name, path)).status_code == 200
-            for asked, text in (({}, "plain"), ({"tools": tools}, "<tool_call> f")):
-                await web.chat(model=name, **asked)
-                prompt = byte_level().decode(world.engine.requests[-1].prompt_ids)
-                assert prompt == own + text
-
-    run(world, scenario)
+    web = Web(world)
+    for name, path, own in (("a", named, "own "), ("b", plain, "")):
+        assert (await web.load(name, path)).status_code == 200
+        for asked, text in (({}, "plain"), ({"tools": tools}, "<tool_call> f")):
+            await web.chat(model=name, **asked)
+            prompt = byte_level().decode(world.engine.requests[-1].prompt_ids)
+            assert prompt == own + text
 
 
 def write(name: str, text: str) -> Callable[[Path], object]:
@@ -236,7 +226,7 @@ def write(name: str, text: str) -> Callable[[Path], object]:
         (lambda folder: (folder / "tokenizer.json").symlink_to("/etc/hosts"), "lora_path", "link"),
     ],
 )
-def test_what_is_refused(
+async def test_what_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[Path], object],
@@ -247,32 +237,26 @@ def test_what_is_refused(
     world = World(tmp_path, byte_level())
     path = world.adapter("a", "!")
     spoil(Path(path))
-
-    async def scenario(web: Web) -> None:
-        answer = await web.load("a", path)
-        error = answer.json()["error"]
-        assert answer.status_code in (400, 403), answer.text
-        assert error["param"] == param and says in error["message"]
-        assert not world.engine.holders
-        assert "weft-tokenizer-" not in error["message"]
-
-    run(world, scenario)
+    web = Web(world)
+    answer = await web.load("a", path)
+    error = answer.json()["error"]
+    assert answer.status_code in (400, 403), answer.text
+    assert error["param"] == param and says in error["message"]
+    assert not world.engine.holders
+    assert "weft-tokenizer-" not in error["message"]
 
 
-def test_forms_need_the_base_s_tokens(tmp_path: Path) -> None:
+async def test_forms_need_the_base_s_tokens(tmp_path: Path) -> None:
     world = World(tmp_path, byte_level())
     for name, tokenizer in (("more", with_tag()), ("others", sentencepiece())):
         save(tokenizer, world.adapter(name, "!"))
-
-    async def scenario(web: Web) -> None:
-        for name, status in (("more", 200), ("others", 400)):
-            assert (await web.load(name, str(tmp_path / name))).status_code == 200
-            body = {"model": name, "prompt": [1], "structured_outputs": {"choice": ["a"]}}
-            answer = await web.post("/v1/completions", body)
-            assert answer.status_code == status, answer.text
-        assert answer.json()["error"]["param"] == "structured_outputs"
-
-    run(world, scenario)
+    web = Web(world)
+    for name, status in (("more", 200), ("others", 400)):
+        assert (await web.load(name, str(tmp_path / name))).status_code == 200
+        body = {"model": name, "prompt": [1], "structured_outputs": {"choice": ["a"]}}
+        answer = await web.post("/v1/completions", body)
+        assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["param"] == "structured_outputs"
 
 
 def make_adapter(folder: Path) -> tuple[PeftModel, Any]:

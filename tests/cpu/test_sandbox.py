@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_api import HI, Web, World, run
+from http_api import HI, Web, World
 from patience import PATIENCE_S, wait_until
 from quick_start import children_of
 from toy_tokenizers import TEMPLATE, TOOLS_TEMPLATE, byte_level, sentencepiece, thinking
@@ -68,36 +68,29 @@ def own_of(content: bytes, base: Tokenizer | None = None) -> OwnTokenizer | None
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_template_without_an_end(tmp_path: Path) -> None:
+async def test_a_template_without_an_end(tmp_path: Path) -> None:
     """Its requests end in a 400, and further ones in a 429; the others go on meanwhile."""
     world = World(tmp_path, byte_level())
-
-    async def scenario(web: Web) -> None:
-        for name, template in (("bad/a", ENDLESS), ("good/a", GOOD)):
-            path = Path(world.adapter(name.replace("/", "-"), "!"))
-            (path / "chat_template.jinja").write_text(template)
-            assert (await web.load(name, str(path))).status_code == 200
-        bad = [
-            asyncio.create_task(
-                web.post("/v1/chat/completions", {"model": "bad/a", "messages": HI})
-            )
-            for _ in range(6)
-        ]
-        while not all(task.done() for task in bad):
-            assert (await web.chat(model="good/a"))["choices"][0]["message"][
-                "content"
-            ] == "ih doog!"
-            chunks = await web.chunks("/v1/chat/completions", {"messages": HI})
-            assert chunks[-1] == "[DONE]"
-        answers = [await task for task in bad]
-        assert sorted(a.status_code for a in answers) == [400, *[429] * 5]
-        assert all(a.json()["error"]["param"] == "messages" for a in answers)
-        refused = next(a for a in answers if a.status_code == 400)
-        assert "more than 0.3 s" in refused.json()["error"]["message"]
-        late = await web.post("/tokenize", {"model": "bad/a", "messages": HI})
-        assert late.status_code == 429 and int(late.headers["retry-after"]) > 0
-
-    run(world, scenario)
+    web = Web(world)
+    for name, template in (("bad/a", ENDLESS), ("good/a", GOOD)):
+        path = Path(world.adapter(name.replace("/", "-"), "!"))
+        (path / "chat_template.jinja").write_text(template)
+        assert (await web.load(name, str(path))).status_code == 200
+    bad = [
+        asyncio.create_task(web.post("/v1/chat/completions", {"model": "bad/a", "messages": HI}))
+        for _ in range(6)
+    ]
+    while not all(task.done() for task in bad):
+        assert (await web.chat(model="good/a"))["choices"][0]["message"]["content"] == "ih doog!"
+        chunks = await web.chunks("/v1/chat/completions", {"messages": HI})
+        assert chunks[-1] == "[DONE]"
+    answers = [await task for task in bad]
+    assert sorted(a.status_code for a in answers) == [400, *[429] * 5]
+    assert all(a.json()["error"]["param"] == "messages" for a in answers)
+    refused = next(a for a in answers if a.status_code == 400)
+    assert "more than 0.3 s" in refused.json()["error"]["message"]
+    late = await web.post("/tokenize", {"model": "bad/a", "messages": HI})
+    assert late.status_code == 429 and int(late.headers["retry-after"]) > 0
     world.check()
 
 
@@ -297,29 +290,28 @@ def test_decoders_are_what_they_are_in_rust() -> None:
 # -- long texts ------------------------------------------------------------------------------------
 
 
-def test_long_texts_go_to_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_texts_go_to_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(tmp_path, byte_level(), long_text_chars=150)
     calls: list[Call] = []
     submit = Sandbox.submit
     monkeypatch.setattr(Sandbox, "submit", lambda *a: calls.append(a[1]) or submit(*a))
     text = "the 日本 " * 40
     ids = byte_level().encode(text)
-
-    async def scenario(web: Web) -> None:
-        await web.complete(prompt="abc")
-        await web.chat()
-        assert not calls
-        assert (await web.post("/tokenize", {"prompt": text})).json()["tokens"] == ids
-        assert (await web.post("/detokenize", {"tokens": ids})).json()["prompt"] == text
-        await web.complete(prompt=text, truncate_prompt_tokens=5, max_tokens=1)
-        assert world.engine.requests[-1].prompt_ids == ids[-5:]
-        await web.chat(messages=[{"role": "user", "content": ""}] * 12, truncate_prompt_tokens=5)
-        await web.complete(prompt="abc", bad_words=["x" * 90])
-        assert [type(call.job).__name__ for call in calls] == [
-            *("Encode", "Decode", "Encode", "Chat", "Encode")
-        ]
-
-    run(world, scenario)
+    web = Web(world)
+    await web.complete(prompt="abc")
+    await web.chat()
+    assert not calls
+    assert (await web.post("/tokenize", {"prompt": text})).json()["tokens"] == ids
+    assert (await web.post("/detokenize", {"tokens": ids})).json()["prompt"] == text
+    await web.complete(prompt=text, truncate_prompt_tokens=5, max_tokens=1)
+    assert world.engine.requests[-1].prompt_ids == ids[-5:]
+    await web.chat(messages=[{"role": "user", "content": ""}] * 12, truncate_prompt_tokens=5)
+    await web.complete(prompt="abc", bad_words=["x" * 90])
+    assert [type(call.job).__name__ for call in calls] == [
+        *("Encode", "Decode", "Encode", "Chat", "Encode")
+    ]
     world.check()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engines import MakeLLM
-from http_api import INFO, EchoEngine, Web, run
+from http_api import INFO, EchoEngine, Web
 from http_api import World as ApiWorld
 from safetensors.torch import load_file
 from tiny import ADAPTERS, BASE, answer
@@ -617,7 +617,7 @@ def test_a_sum_that_goes_wrong_is_made_again(llm: LLM, monkeypatch: Patch) -> No
 # -- what clients and operators see ------------------------------------------------------------
 
 
-def test_clients_and_operators_see_it(tmp_path: Path, monkeypatch: Patch) -> None:
+async def test_clients_and_operators_see_it(tmp_path: Path, monkeypatch: Patch) -> None:
     api = ApiWorld(tmp_path, byte_level(), INFO)
     error = AdapterQuarantined("it failed its check", "model")
     wire = (error.kind, error.message, error.param)
@@ -637,28 +637,25 @@ def test_clients_and_operators_see_it(tmp_path: Path, monkeypatch: Patch) -> Non
 
     monkeypatch.setattr(EchoEngine, "stats", told)
     monkeypatch.setattr(EchoEngine, "_events", answered)
-
-    async def scenario(web: Web) -> None:
-        for name in ("good", "bad"):
-            assert (await web.load(name, api.adapter(name, name.upper()))).status_code == 200
-        bad.append(next(r.digest for r in api.registry.adapters() if r.name == "bad"))
-        shown = {c["id"]: c["quarantined"] for c in (await web.get("/v1/models")).json()["data"]}
-        assert shown == {"base": False, "alias": False, "good": False, "bad": True}
-        assert (await web.get("/v1/models/bad")).json()["quarantined"] is True
-        loras = (await web.get("/v1/loras")).json()["loras"]
-        assert [loras[name]["quarantined"] for name in ("good", "bad")] == [False, True]
-        text = (await web.get("/metrics")).text
-        assert 'weft:adapter_self_checks_total{result="failed"} 1' in text
-        assert 'weft:adapter_self_checks_total{result="passed"} 4' in text
-        assert "weft:adapters_quarantined 1" in text
-        refused = await web.post("/v1/completions", {"model": "bad", "prompt": "abc"})
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "adapter_quarantined"
-        assert (await web.complete(model="good"))["choices"]
-        api.engine.alive = False
-        assert (await web.get("/v1/models")).status_code == 200
-
-    run(api, scenario)
+    web = Web(api)
+    for name in ("good", "bad"):
+        assert (await web.load(name, api.adapter(name, name.upper()))).status_code == 200
+    bad.append(next(r.digest for r in api.registry.adapters() if r.name == "bad"))
+    shown = {c["id"]: c["quarantined"] for c in (await web.get("/v1/models")).json()["data"]}
+    assert shown == {"base": False, "alias": False, "good": False, "bad": True}
+    assert (await web.get("/v1/models/bad")).json()["quarantined"] is True
+    loras = (await web.get("/v1/loras")).json()["loras"]
+    assert [loras[name]["quarantined"] for name in ("good", "bad")] == [False, True]
+    text = (await web.get("/metrics")).text
+    assert 'weft:adapter_self_checks_total{result="failed"} 1' in text
+    assert 'weft:adapter_self_checks_total{result="passed"} 4' in text
+    assert "weft:adapters_quarantined 1" in text
+    refused = await web.post("/v1/completions", {"model": "bad", "prompt": "abc"})
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "adapter_quarantined"
+    assert (await web.complete(model="good"))["choices"]
+    api.engine.alive = False
+    assert (await web.get("/v1/models")).status_code == 200
 
 
 def test_a_layout_is_checked_once_unless_it_has_extras(

@@ -17,7 +17,7 @@ from weft.schedule.scheduler import Scheduler
 from weft.schedule.slots import AdapterSlots
 
 if TYPE_CHECKING:
-    from http_api import World
+    from http_api import Web, World
 
 OWNERS = (AdapterRegistry, AdapterSlots, FairQueue, Holders, Scheduler)
 KEPT = 8
@@ -77,3 +77,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     yield made
     assert not made.engine.requests
     made.check()
+
+
+@pytest.fixture
+def web(world: World) -> Web:
+    """A client of the test's `world`."""
+    from http_api import Web
+
+    return Web(world)

@@ -22,7 +22,6 @@ from http_api import (
     Web,
     World,
     digest_of,
-    run,
     served,
 )
 from patience import PATIENCE_S, until, wait_until
@@ -52,113 +51,94 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 # Answers.
 
 
-def test_completion(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        answer = await web.complete()
-        assert answer["object"] == "text_completion" and answer["model"] == "base"
-        assert answer["id"].startswith("cmpl-") and answer["system_fingerprint"] is None
-        assert answer["choices"] == [
-            {
-                "index": 0,
-                "text": "cba",
-                "logprobs": None,
-                "finish_reason": "stop",
-                "stop_reason": None,
-            }
-        ]
-        assert answer["usage"] == {
-            "prompt_tokens": 3,
-            "completion_tokens": 4,
-            "total_tokens": 7,
-            "prompt_tokens_details": {"cached_tokens": 1},
+async def test_completion(web: Web) -> None:
+    answer = await web.complete()
+    assert answer["object"] == "text_completion" and answer["model"] == "base"
+    assert answer["id"].startswith("cmpl-") and answer["system_fingerprint"] is None
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "text": "cba",
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
         }
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
 
-    run(world, scenario)
 
-
-def test_prompts_in_all_their_forms(world: World) -> None:
+async def test_prompts_in_all_their_forms(web: Web) -> None:
     a, b = byte_level().encode("ab", add_special_tokens=False)
-
-    async def scenario(web: Web) -> None:
-        for prompt, texts in (
-            ("ab", ["ba"]),
-            (["ab", "xyz"], ["ba", "zyx"]),
-            ([a, b], ["ba"]),
-            ([[a, b], [b, b, a]], ["ba", "abb"]),
-        ):
-            answer = await web.complete(prompt=prompt)
-            assert [c["text"] for c in answer["choices"]] == texts
-            assert [c["index"] for c in answer["choices"]] == list(range(len(texts)))
-
-    run(world, scenario)
+    for prompt, texts in (
+        ("ab", ["ba"]),
+        (["ab", "xyz"], ["ba", "zyx"]),
+        ([a, b], ["ba"]),
+        ([[a, b], [b, b, a]], ["ba", "abb"]),
+    ):
+        answer = await web.complete(prompt=prompt)
+        assert [c["text"] for c in answer["choices"]] == texts
+        assert [c["index"] for c in answer["choices"]] == list(range(len(texts)))
 
 
-def test_batches_stream_each_choice(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        body = {"prompt": ["ab", "xyz"], "stream_options": {"include_usage": True}}
-        *chunks, last, done = await web.chunks("/v1/completions", body)
-        texts = ["", ""]
-        for chunk in chunks:
-            assert chunk["usage"] is None
-            for choice in chunk["choices"]:
-                texts[choice["index"]] += choice["text"]
-        assert texts == ["ba", "zyx"]
-        assert last["choices"] == [] and last["usage"]["total_tokens"] == 5 + 7
-        assert done == "[DONE]"
-
-    run(world, scenario)
+async def test_batches_stream_each_choice(web: Web) -> None:
+    body = {"prompt": ["ab", "xyz"], "stream_options": {"include_usage": True}}
+    *chunks, last, done = await web.chunks("/v1/completions", body)
+    texts = ["", ""]
+    for chunk in chunks:
+        assert chunk["usage"] is None
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == ["ba", "zyx"]
+    assert last["choices"] == [] and last["usage"]["total_tokens"] == 5 + 7
+    assert done == "[DONE]"
 
 
-def test_chat_and_its_stream(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        answer = await web.chat()
-        text = ":tnatsissa>s<ih :resu>s<".replace(">s<", "")
-        assert answer["choices"][0]["message"] == {
-            "role": "assistant",
-            "content": text,
-            "refusal": None,
-        }
-        body = {
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
-            "stream_options": {"include_usage": True},
-        }
-        *chunks, last, done = await web.chunks("/v1/chat/completions", body)
-        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-        parts = [c["choices"][0]["delta"].get("content", "") for c in chunks]
-        assert "".join(parts) == text
-        ends = [c["choices"][0]["finish_reason"] for c in chunks]
-        assert ends == [None] * (len(ends) - 1) + ["stop"]
-        assert last["usage"] == answer["usage"] and done == "[DONE]"
-
-    run(world, scenario)
+async def test_chat_and_its_stream(web: Web) -> None:
+    answer = await web.chat()
+    text = ":tnatsissa>s<ih :resu>s<".replace(">s<", "")
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": text,
+        "refusal": None,
+    }
+    body = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "stream_options": {"include_usage": True},
+    }
+    *chunks, last, done = await web.chunks("/v1/chat/completions", body)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    parts = [c["choices"][0]["delta"].get("content", "") for c in chunks]
+    assert "".join(parts) == text
+    ends = [c["choices"][0]["finish_reason"] for c in chunks]
+    assert ends == [None] * (len(ends) - 1) + ["stop"]
+    assert last["usage"] == answer["usage"] and done == "[DONE]"
 
 
-def test_chat_template_options(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        await web.chat(add_generation_prompt=False)
-        await web.chat(chat_template_kwargs={"mood": "!"})
-        prompts = [byte_level().decode(r.prompt_ids) for r in world.engine.requests]
-        assert prompts == ["<s>user: hi", "<s>user: hi<s>assistant:!"]
-
-    run(world, scenario)
+async def test_chat_template_options(web: Web, world: World) -> None:
+    await web.chat(add_generation_prompt=False)
+    await web.chat(chat_template_kwargs={"mood": "!"})
+    prompts = [byte_level().decode(r.prompt_ids) for r in world.engine.requests]
+    assert prompts == ["<s>user: hi", "<s>user: hi<s>assistant:!"]
 
 
-def test_default_and_given_max_tokens(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        await web.complete()
-        await web.complete(prompt="x" * 60)
-        await web.complete(max_tokens=2)
-        await web.chat(max_tokens=3)
-        await web.chat(max_completion_tokens=4)
-        await web.chat()
-        requests = world.engine.requests
-        limits = [r.params.max_tokens for r in requests]
-        assert limits == [16, 4, 2, 3, 4, 64 - len(requests[-1].prompt_ids)]
-
-    run(world, scenario)
+async def test_default_and_given_max_tokens(web: Web, world: World) -> None:
+    await web.complete()
+    await web.complete(prompt="x" * 60)
+    await web.complete(max_tokens=2)
+    await web.chat(max_tokens=3)
+    await web.chat(max_completion_tokens=4)
+    await web.chat()
+    requests = world.engine.requests
+    limits = [r.params.max_tokens for r in requests]
+    assert limits == [16, 4, 2, 3, 4, 64 - len(requests[-1].prompt_ids)]
 
 
-def test_sampling_fields_reach_the_engine(world: World) -> None:
+async def test_sampling_fields_reach_the_engine(web: Web, world: World) -> None:
     fields: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -170,138 +150,112 @@ def test_sampling_fields_reach_the_engine(world: World) -> None:
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
     }
-
-    async def scenario(web: Web) -> None:
-        await web.complete(**fields)
-        await web.complete(stop="z", temperature=1)
-        first, second = (r.params for r in world.engine.requests)
-        for name, value in fields.items():
-            assert getattr(first, name) == (tuple(value) if isinstance(value, list) else value)
-        assert second.stop == ("z",)
-
-    run(world, scenario)
+    await web.complete(**fields)
+    await web.complete(stop="z", temperature=1)
+    first, second = (r.params for r in world.engine.requests)
+    for name, value in fields.items():
+        assert getattr(first, name) == (tuple(value) if isinstance(value, list) else value)
+    assert second.stop == ("z",)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings_end_the_request_in_the_engine(world: World, stream: bool) -> None:
+async def test_stop_strings_end_the_request_in_the_engine(
+    web: Web, world: World, stream: bool
+) -> None:
     world.engine.close_s = 0.05
-
-    async def scenario(web: Web) -> None:
-        body = {"prompt": "abcdef", "stop": ["x", "dcb"]}
-        if stream:
-            chunks = (await web.chunks(COMPLETE, body))[:-1]
-            text = "".join(c["choices"][0]["text"] for c in chunks)
-            choice = chunks[-1]["choices"][0]
-        else:
-            choice = (await web.complete(**body))["choices"][0]
-            text = choice["text"]
-        assert text == "fe"
-        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "dcb")
-        assert len(world.engine.aborted) == 1 and world.engine.num_open == 0
-
-    run(world, scenario)
+    body = {"prompt": "abcdef", "stop": ["x", "dcb"]}
+    if stream:
+        chunks = (await web.chunks(COMPLETE, body))[:-1]
+        text = "".join(c["choices"][0]["text"] for c in chunks)
+        choice = chunks[-1]["choices"][0]
+    else:
+        choice = (await web.complete(**body))["choices"][0]
+        text = choice["text"]
+    assert text == "fe"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "dcb")
+    assert len(world.engine.aborted) == 1 and world.engine.num_open == 0
 
 
-def test_tokens_are_wanted_one_by_one_where_somebody_waits_for_them(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        await web.complete()
-        await web.complete(stop="z")
-        await web.chunks(COMPLETE, {"prompt": "abc"})
-        await web.chat()
-        assert [r.in_groups for r in world.engine.requests] == [True, False, False, True]
+async def test_tokens_are_wanted_one_by_one_where_somebody_waits_for_them(
+    web: Web, world: World
+) -> None:
+    await web.complete()
+    await web.complete(stop="z")
+    await web.chunks(COMPLETE, {"prompt": "abc"})
+    await web.chat()
+    assert [r.in_groups for r in world.engine.requests] == [True, False, False, True]
 
-    run(world, scenario)
 
-
-def test_return_token_ids(world: World) -> None:
+async def test_return_token_ids(web: Web) -> None:
     a, b = byte_level().encode("ab", add_special_tokens=False)
-
-    async def scenario(web: Web) -> None:
-        choice = (await web.complete(prompt="ab", return_token_ids=True))["choices"][0]
-        assert choice["prompt_token_ids"] == [a, b] and choice["token_ids"] == [b, a, EOS]
-        body = {"prompt": "ab", "return_token_ids": True}
-        chunks = (await web.chunks("/v1/completions", body))[:-1]
-        assert chunks[0]["choices"][0]["prompt_token_ids"] == [a, b]
-        assert [x for c in chunks for x in c["choices"][0]["token_ids"]] == [b, a, EOS]
-        answer = await web.chat(return_token_ids=True)
-        prompt_ids = answer["prompt_token_ids"]
-        assert answer["choices"][0]["token_ids"] == [*prompt_ids[::-1], EOS]
-        body = {"messages": [{"role": "user", "content": "hi"}], "return_token_ids": True}
-        chunks = (await web.chunks("/v1/chat/completions", body))[:-1]
-        assert chunks[0]["prompt_token_ids"] == prompt_ids
-        ids = [x for c in chunks for x in c["choices"][0].get("token_ids", [])]
-        assert ids == [*prompt_ids[::-1], EOS]
-
-    run(world, scenario)
+    choice = (await web.complete(prompt="ab", return_token_ids=True))["choices"][0]
+    assert choice["prompt_token_ids"] == [a, b] and choice["token_ids"] == [b, a, EOS]
+    body = {"prompt": "ab", "return_token_ids": True}
+    chunks = (await web.chunks("/v1/completions", body))[:-1]
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == [a, b]
+    assert [x for c in chunks for x in c["choices"][0]["token_ids"]] == [b, a, EOS]
+    answer = await web.chat(return_token_ids=True)
+    prompt_ids = answer["prompt_token_ids"]
+    assert answer["choices"][0]["token_ids"] == [*prompt_ids[::-1], EOS]
+    body = {"messages": [{"role": "user", "content": "hi"}], "return_token_ids": True}
+    chunks = (await web.chunks("/v1/chat/completions", body))[:-1]
+    assert chunks[0]["prompt_token_ids"] == prompt_ids
+    ids = [x for c in chunks for x in c["choices"][0].get("token_ids", [])]
+    assert ids == [*prompt_ids[::-1], EOS]
 
 
 @pytest.mark.parametrize("tokens_per_event", [1, 3])
-def test_completion_logprobs(world: World, tokens_per_event: int) -> None:
+async def test_completion_logprobs(web: Web, world: World, tokens_per_event: int) -> None:
     world.engine.tokens_per_event = tokens_per_event
     ids = byte_level().encode("aé日b", add_special_tokens=False)[::-1]
-
-    async def scenario(web: Web) -> None:
-        answer = await web.complete(prompt=ids, logprobs=1, max_tokens=20)
-        shape = answer["choices"][0]["logprobs"]
-        assert answer["choices"][0]["text"] == "aé日b"
-        assert shape["tokens"][0] == "a" and shape["tokens"][-1] == "</s>"
-        assert any(t.startswith("bytes:\\x") for t in shape["tokens"])
-        assert set(shape["token_logprobs"]) == {-0.25}
-        assert shape["top_logprobs"][0] == {"a": -0.25}
-        assert shape["text_offset"][0] == 0 and shape["text_offset"][-2:] == [3, 4]
-        chunks = await web.chunks(
-            "/v1/completions", {"prompt": ids, "logprobs": 1, "max_tokens": 20}
-        )
-        pieces = [c["choices"][0]["logprobs"] for c in chunks[:-1]]
-        for key in shape:
-            assert [x for p in pieces for x in p[key]] == shape[key]
-
-    run(world, scenario)
+    answer = await web.complete(prompt=ids, logprobs=1, max_tokens=20)
+    shape = answer["choices"][0]["logprobs"]
+    assert answer["choices"][0]["text"] == "aé日b"
+    assert shape["tokens"][0] == "a" and shape["tokens"][-1] == "</s>"
+    assert any(t.startswith("bytes:\\x") for t in shape["tokens"])
+    assert set(shape["token_logprobs"]) == {-0.25}
+    assert shape["top_logprobs"][0] == {"a": -0.25}
+    assert shape["text_offset"][0] == 0 and shape["text_offset"][-2:] == [3, 4]
+    chunks = await web.chunks("/v1/completions", {"prompt": ids, "logprobs": 1, "max_tokens": 20})
+    pieces = [c["choices"][0]["logprobs"] for c in chunks[:-1]]
+    for key in shape:
+        assert [x for p in pieces for x in p[key]] == shape[key]
 
 
-def test_chat_logprobs(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        answer = await web.chat(logprobs=True, top_logprobs=2)
-        content = answer["choices"][0]["logprobs"]["content"]
-        assert content[0]["token"] == ":" and content[0]["bytes"] == [58]
-        assert content[0]["logprob"] == -0.25
-        assert [t["logprob"] for t in content[0]["top_logprobs"]] == [-0.25, -1.5]
-        assert len(content) == answer["usage"]["completion_tokens"]
-        answer = await web.chat(logprobs=True)
-        assert answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
-
-    run(world, scenario)
+async def test_chat_logprobs(web: Web) -> None:
+    answer = await web.chat(logprobs=True, top_logprobs=2)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert content[0]["token"] == ":" and content[0]["bytes"] == [58]
+    assert content[0]["logprob"] == -0.25
+    assert [t["logprob"] for t in content[0]["top_logprobs"]] == [-0.25, -1.5]
+    assert len(content) == answer["usage"]["completion_tokens"]
+    answer = await web.chat(logprobs=True)
+    assert answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-def test_without_a_tokenizer(tmp_path: Path) -> None:
+async def test_without_a_tokenizer(tmp_path: Path) -> None:
     world = World(tmp_path, None)
-
-    async def scenario(web: Web) -> None:
-        choice = (await web.complete(prompt=[5, 6], logprobs=0))["choices"][0]
-        assert choice["text"] == "" and choice["token_ids"] == [6, 5, EOS]
-        assert choice["logprobs"]["tokens"] == ["token_id:6", "token_id:5", f"token_id:{EOS}"]
-        for path, body, param in (
-            ("completions", {"prompt": "text"}, "prompt"),
-            ("completions", {"prompt": [1], "stop": "x"}, "stop"),
-            ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "messages"),
-        ):
-            answer = await web.post(f"/v1/{path}", {"model": "base", **body})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-    run(world, scenario)
+    web = Web(world)
+    choice = (await web.complete(prompt=[5, 6], logprobs=0))["choices"][0]
+    assert choice["text"] == "" and choice["token_ids"] == [6, 5, EOS]
+    assert choice["logprobs"]["tokens"] == ["token_id:6", "token_id:5", f"token_id:{EOS}"]
+    for path, body, param in (
+        ("completions", {"prompt": "text"}, "prompt"),
+        ("completions", {"prompt": [1], "stop": "x"}, "stop"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "messages"),
+    ):
+        answer = await web.post(f"/v1/{path}", {"model": "base", **body})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     world.check()
 
 
-def test_long_texts_are_tokenized_elsewhere(tmp_path: Path) -> None:
+async def test_long_texts_are_tokenized_elsewhere(tmp_path: Path) -> None:
     world = World(tmp_path, byte_level(), long_text_chars=5)
-
-    async def scenario(web: Web) -> None:
-        assert (await web.complete(prompt="abcdefgh"))["choices"][0]["text"] == "hgfedcba"
-        many = await web.complete(prompt=["abc", "def"])
-        assert [c["text"] for c in many["choices"]] == ["cba", "fed"]
-        assert (await web.chat())["choices"][0]["message"]["content"].startswith(":tnat")
-
-    run(world, scenario)
+    web = Web(world)
+    assert (await web.complete(prompt="abcdefgh"))["choices"][0]["text"] == "hgfedcba"
+    many = await web.complete(prompt=["abc", "def"])
+    assert [c["text"] for c in many["choices"]] == ["cba", "fed"]
+    assert (await web.chat())["choices"][0]["message"]["content"].startswith(":tnat")
     world.check()
 
 
@@ -471,21 +425,18 @@ def function(name: str) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_requests_name_the_field(
+async def test_bad_requests_name_the_field(
     shared: World, path: str, body: dict[str, Any], param: str, stream: bool
 ) -> None:
     stream = stream and "stream_options" not in body
-
-    async def scenario(web: Web) -> None:
-        answer = await web.post(path, {"model": "base", "stream": stream, **body})
-        error = answer.json()["error"]
-        assert answer.status_code == 400, answer.text
-        assert set(error) == {"message", "type", "param", "code"}
-        assert (error["type"], error["param"]) == ("invalid_request_error", param)
-        assert error["message"]
-        assert not shared.engine.requests
-
-    run(shared, scenario)
+    web = Web(shared)
+    answer = await web.post(path, {"model": "base", "stream": stream, **body})
+    error = answer.json()["error"]
+    assert answer.status_code == 400, answer.text
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"]
+    assert not shared.engine.requests
 
 
 @pytest.mark.parametrize(
@@ -497,93 +448,82 @@ def test_bad_requests_name_the_field(
         ({"cache_salt": "x" * 257}, "cache_salt must have at most 256 characters"),
     ],
 )
-def test_bad_requests_say_what_is_wrong(shared: World, body: dict[str, Any], message: str) -> None:
-    async def scenario(web: Web) -> None:
-        answer = await web.post(COMPLETE, {"model": "base", "prompt": "x", **body})
-        assert answer.json()["error"]["message"] == message
-
-    run(shared, scenario)
-
-
-def test_fields_that_ask_for_nothing_are_accepted(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        await web.complete(
-            n=1, best_of=1, echo=False, suffix=None, logit_bias={}, user="u", presence_penalty=0
-        )
-        await web.chat(
-            tools=[],
-            tool_choice="none",
-            parallel_tool_calls=True,
-            response_format={"type": "text"},
-            metadata={"a": "b"},
-            store=False,
-            service_tier="auto",
-            logprobs=None,
-            stop=None,
-            stream=None,
-        )
-
-    run(world, scenario)
+async def test_bad_requests_say_what_is_wrong(
+    shared: World, body: dict[str, Any], message: str
+) -> None:
+    web = Web(shared)
+    answer = await web.post(COMPLETE, {"model": "base", "prompt": "x", **body})
+    assert answer.json()["error"]["message"] == message
 
 
-def test_too_long_tells_the_numbers(world: World) -> None:
+async def test_fields_that_ask_for_nothing_are_accepted(web: Web) -> None:
+    await web.complete(
+        n=1, best_of=1, echo=False, suffix=None, logit_bias={}, user="u", presence_penalty=0
+    )
+    await web.chat(
+        tools=[],
+        tool_choice="none",
+        parallel_tool_calls=True,
+        response_format={"type": "text"},
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+        logprobs=None,
+        stop=None,
+        stream=None,
+    )
+
+
+async def test_too_long_tells_the_numbers(web: Web) -> None:
     """Gateways and agents know the case by these words, and then ask another model or send less."""
-
-    async def scenario(web: Web) -> None:
-        for body, numbers in (
-            ({"prompt": "x" * 70}, ("prompt is too long", "70")),
-            ({"prompt": "x" * 10, "max_tokens": 60}, ("70", "10", "60")),
-        ):
-            answer = await web.post(COMPLETE, {"model": "base", **body})
-            error = answer.json()["error"]
-            assert error["code"] == "context_length_exceeded"
-            assert all(n in error["message"] for n in numbers), error
-            assert "this model's maximum context length is 64 tokens" in error["message"]
-
-    run(world, scenario)
+    for body, numbers in (
+        ({"prompt": "x" * 70}, ("prompt is too long", "70")),
+        ({"prompt": "x" * 10, "max_tokens": 60}, ("70", "10", "60")),
+    ):
+        answer = await web.post(COMPLETE, {"model": "base", **body})
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert all(n in error["message"] for n in numbers), error
+        assert "this model's maximum context length is 64 tokens" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_unknown_model_is_404_and_never_the_base(world: World, stream: bool) -> None:
-    async def scenario(web: Web) -> None:
-        for path, body in ((COMPLETE, {"prompt": "x"}), (CHAT, {"messages": HI})):
-            answer = await web.post(path, {"model": "nobody", "stream": stream, **body})
-            assert answer.status_code == 404
-            assert answer.json()["error"] == {
-                "message": "The model 'nobody' does not exist",
-                "type": "invalid_request_error",
-                "param": "model",
-                "code": "model_not_found",
-            }
-        assert not world.engine.requests
-        answer = await web.get("/v1/models/nobody")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+async def test_an_unknown_model_is_404_and_never_the_base(
+    web: Web, world: World, stream: bool
+) -> None:
+    for path, body in ((COMPLETE, {"prompt": "x"}), (CHAT, {"messages": HI})):
+        answer = await web.post(path, {"model": "nobody", "stream": stream, **body})
+        assert answer.status_code == 404
+        assert answer.json()["error"] == {
+            "message": "The model 'nobody' does not exist",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+    assert not world.engine.requests
+    answer = await web.get("/v1/models/nobody")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
-    run(world, scenario)
 
-
-def test_malformed_bodies_routes_and_methods(tmp_path: Path) -> None:
-    world = World(tmp_path, byte_level(), max_body_bytes=1000)
+async def test_malformed_bodies_routes_and_methods(tmp_path: Path) -> None:
+    web = Web(World(tmp_path, byte_level(), max_body_bytes=1000))
 
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(100):
             yield b" " * 100
 
-    async def scenario(web: Web) -> None:
-        for content, status in (
-            (b"{", 400),
-            (b"", 400),
-            (b"[]", 400),
-            (b"\xff", 400),
-            (b'{"model": "\\ud800"}', 400),
-            (b" " * 1001, 413),
-            (endless(), 413),
-        ):
-            answer = await web.http.post(COMPLETE, content=content)
-            assert answer.status_code == status, answer.text
-            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-
-    run(world, scenario)
+    for content, status in (
+        (b"{", 400),
+        (b"", 400),
+        (b"[]", 400),
+        (b"\xff", 400),
+        (b'{"model": "\\ud800"}', 400),
+        (b" " * 1001, 413),
+        (endless(), 413),
+    ):
+        answer = await web.http.post(COMPLETE, content=content)
+        assert answer.status_code == status, answer.text
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize(
@@ -617,348 +557,302 @@ def test_malformed_bodies_routes_and_methods(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_an_error_says(shared: World, path: str, body: dict[str, Any], message: str) -> None:
-    async def scenario(web: Web) -> None:
-        answer = await web.post(path, {"model": "base", **body})
-        assert message in answer.json()["error"]["message"]
-
-    run(shared, scenario)
-
-
-def test_a_wrong_route_is_told_which_one_was_meant(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        for method, path, status, told in (
-            ("GET", "/nowhere", 404, "there is no GET /nowhere"),
-            ("POST", f"/v1{COMPLETE}", 404, f"no POST /v1{COMPLETE}; did you mean {COMPLETE}?"),
-            ("POST", "/completions", 404, f"no POST /completions; did you mean {COMPLETE}?"),
-            ("GET", "/v1/health", 404, "no GET /v1/health; did you mean /health?"),
-            ("POST", f"{COMPLETE}/", 404, f"no POST {COMPLETE}/; did you mean {COMPLETE}?"),
-            ("POST", "/generate_stream", 404, f"servers have; send the prompt to {COMPLETE}"),
-            ("GET", COMPLETE, 405, f"there is no GET {COMPLETE}, only POST"),
-        ):
-            answer = await web.http.request(method, path)
-            assert answer.status_code == status
-            assert answer.json()["error"]["message"].endswith(told)
-            assert answer.json()["error"]["type"] == "invalid_request_error"
-        assert (await web.get(COMPLETE)).headers["allow"] == "POST"
-
-    run(world, scenario)
+async def test_what_an_error_says(
+    shared: World, path: str, body: dict[str, Any], message: str
+) -> None:
+    web = Web(shared)
+    answer = await web.post(path, {"model": "base", **body})
+    assert message in answer.json()["error"]["message"]
 
 
-def test_probes_may_ask_for_heads(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        for path in ("/health", "/ready"):
-            answer = await web.http.head(path)
-            assert answer.status_code == 200 and not answer.content
+async def test_a_wrong_route_is_told_which_one_was_meant(web: Web) -> None:
+    for method, path, status, told in (
+        ("GET", "/nowhere", 404, "there is no GET /nowhere"),
+        ("POST", f"/v1{COMPLETE}", 404, f"no POST /v1{COMPLETE}; did you mean {COMPLETE}?"),
+        ("POST", "/completions", 404, f"no POST /completions; did you mean {COMPLETE}?"),
+        ("GET", "/v1/health", 404, "no GET /v1/health; did you mean /health?"),
+        ("POST", f"{COMPLETE}/", 404, f"no POST {COMPLETE}/; did you mean {COMPLETE}?"),
+        ("POST", "/generate_stream", 404, f"servers have; send the prompt to {COMPLETE}"),
+        ("GET", COMPLETE, 405, f"there is no GET {COMPLETE}, only POST"),
+    ):
+        answer = await web.http.request(method, path)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"].endswith(told)
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert (await web.get(COMPLETE)).headers["allow"] == "POST"
 
-    run(world, scenario)
+
+async def test_probes_may_ask_for_heads(web: Web) -> None:
+    for path in ("/health", "/ready"):
+        answer = await web.http.head(path)
+        assert answer.status_code == 200 and not answer.content
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_unexpected_error_tells_nothing(
-    world: World, stream: bool, caplog: pytest.LogCaptureFixture
+async def test_an_unexpected_error_tells_nothing(
+    web: Web, world: World, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.engine.fail_after = (0, RuntimeError("secret"))
-
-    async def scenario(web: Web) -> None:
-        answer = await web.post(COMPLETE, {"model": "base", "prompt": "x", "stream": stream})
-        assert answer.status_code == 500 and "secret" not in answer.text
-        assert answer.json()["error"]["type"] == "server_error"
-
-    run(world, scenario)
+    answer = await web.post(COMPLETE, {"model": "base", "prompt": "x", "stream": stream})
+    assert answer.status_code == 500 and "secret" not in answer.text
+    assert answer.json()["error"]["type"] == "server_error"
     assert "secret" in caplog.text
 
 
 @pytest.mark.parametrize("prompt", ["abc", ["abc", "def"]])
 @pytest.mark.parametrize("error", [EngineDead("it died"), RuntimeError("secret")])
-def test_an_error_in_the_middle_of_a_stream(world: World, error: Exception, prompt: Any) -> None:
+async def test_an_error_in_the_middle_of_a_stream(
+    web: Web, world: World, error: Exception, prompt: Any
+) -> None:
     world.engine.fail_after = (2, error)
-
-    async def scenario(web: Web) -> None:
-        chunks = await web.chunks(COMPLETE, {"prompt": prompt})
-        assert chunks[0]["choices"][0]["text"]
-        assert "[DONE]" not in chunks and chunks[-1]["error"]["type"] == "server_error"
-        assert "secret" not in str(chunks[-1])
-
-    run(world, scenario)
+    chunks = await web.chunks(COMPLETE, {"prompt": prompt})
+    assert chunks[0]["choices"][0]["text"]
+    assert "[DONE]" not in chunks and chunks[-1]["error"]["type"] == "server_error"
+    assert "secret" not in str(chunks[-1])
 
 
-def test_errors_of_the_engine_keep_their_status(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        await web.load("a", world.adapter("a", "A"))
-        world.engine.adapters.clear()
-        for stream in (False, True):
-            answer = await web.post(COMPLETE, {"model": "a", "prompt": "x", "stream": stream})
-            assert answer.status_code == 503
-            assert answer.json()["error"]["code"] == "adapter_unavailable"
-
-    run(world, scenario)
-
-
-def test_a_dead_engine(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        assert (await web.get("/health")).status_code == 200
-        world.engine.alive = False
-        answer = await web.get("/health")
-        assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
-        answer = await web.post(COMPLETE, {"model": "base", "prompt": "x"})
+async def test_errors_of_the_engine_keep_their_status(web: Web, world: World) -> None:
+    await web.load("a", world.adapter("a", "A"))
+    world.engine.adapters.clear()
+    for stream in (False, True):
+        answer = await web.post(COMPLETE, {"model": "a", "prompt": "x", "stream": stream})
         assert answer.status_code == 503
-        assert answer.json()["error"]["message"] == "the engine is not running"
-        world.engine.troubles = FleetClient(None).troubles
-        for answer in (
-            await web.post(COMPLETE, {"model": "base", "prompt": "x"}),
-            await web.get("/health"),
-        ):
-            assert "was started with --no-engine" in answer.json()["error"]["message"]
-        world.engine.troubles = []
-        assert "weft:engine_up 0.0" in (await web.get("/metrics")).text
+        assert answer.json()["error"]["code"] == "adapter_unavailable"
 
-    run(world, scenario)
+
+async def test_a_dead_engine(web: Web, world: World) -> None:
+    assert (await web.get("/health")).status_code == 200
+    world.engine.alive = False
+    answer = await web.get("/health")
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
+    answer = await web.post(COMPLETE, {"model": "base", "prompt": "x"})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "the engine is not running"
+    world.engine.troubles = FleetClient(None).troubles
+    for answer in (
+        await web.post(COMPLETE, {"model": "base", "prompt": "x"}),
+        await web.get("/health"),
+    ):
+        assert "was started with --no-engine" in answer.json()["error"]["message"]
+    world.engine.troubles = []
+    assert "weft:engine_up 0.0" in (await web.get("/metrics")).text
 
 
 # Adapters.
 
 
-def test_load_use_list_unload(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        path = world.adapter("a", "A")
-        answer = await web.load("acme/bot", path, base_model_name="tolerated")
-        assert answer.status_code == 200
-        assert answer.text == "Success: LoRA adapter 'acme/bot' added successfully."
-        answer = await web.complete(model="acme/bot")
-        assert answer["choices"][0]["text"] == "cbaA" and answer["model"] == "acme/bot"
-        assert answer["system_fingerprint"].startswith("fp_")
-        assert (await web.complete())["choices"][0]["text"] == "cba"
-        cards = (await web.get("/v1/models")).json()["data"]
-        assert [(c["id"], c["root"], c["parent"]) for c in cards] == [
-            ("base", "/models/tiny", None),
-            ("alias", "/models/tiny", None),
-            ("acme/bot", path, "base"),
-        ]
-        assert cards[0]["max_model_len"] == 64 and cards[0]["owned_by"] == "weft"
-        assert (await web.get("/v1/models/acme/bot")).json() == cards[2]
-        answer = await web.unload("acme/bot")
-        assert answer.status_code == 200
-        assert answer.text == "Success: LoRA adapter 'acme/bot' removed successfully."
-        assert not world.engine.adapters and len(world.engine.released) == 1
-        answer = await web.post(COMPLETE, {"model": "acme/bot", "prompt": "x"})
-        assert answer.status_code == 404
-        assert (await web.unload("acme/bot")).status_code == 404
-
-    run(world, scenario)
+async def test_load_use_list_unload(web: Web, world: World) -> None:
+    path = world.adapter("a", "A")
+    answer = await web.load("acme/bot", path, base_model_name="tolerated")
+    assert answer.status_code == 200
+    assert answer.text == "Success: LoRA adapter 'acme/bot' added successfully."
+    answer = await web.complete(model="acme/bot")
+    assert answer["choices"][0]["text"] == "cbaA" and answer["model"] == "acme/bot"
+    assert answer["system_fingerprint"].startswith("fp_")
+    assert (await web.complete())["choices"][0]["text"] == "cba"
+    cards = (await web.get("/v1/models")).json()["data"]
+    assert [(c["id"], c["root"], c["parent"]) for c in cards] == [
+        ("base", "/models/tiny", None),
+        ("alias", "/models/tiny", None),
+        ("acme/bot", path, "base"),
+    ]
+    assert cards[0]["max_model_len"] == 64 and cards[0]["owned_by"] == "weft"
+    assert (await web.get("/v1/models/acme/bot")).json() == cards[2]
+    answer = await web.unload("acme/bot")
+    assert answer.status_code == 200
+    assert answer.text == "Success: LoRA adapter 'acme/bot' removed successfully."
+    assert not world.engine.adapters and len(world.engine.released) == 1
+    answer = await web.post(COMPLETE, {"model": "acme/bot", "prompt": "x"})
+    assert answer.status_code == 404
+    assert (await web.unload("acme/bot")).status_code == 404
 
 
-def test_refused_loads_change_nothing(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        good = world.adapter("good", "G")
-        assert (await web.load("good", good)).status_code == 200
-        bad = world.adapter("bad", "bad")
-        other = world.adapter("other", "O")
-        empty = world.folder / "empty"
-        empty.mkdir()
-        for name, path, status, param in (
-            ("new", bad, 400, "use_dora"),
-            ("good", bad, 400, "use_dora"),
-            ("good", other, 400, "lora_name"),
-            ("base", good, 400, "lora_name"),
-            ("a,b", good, 400, "lora_name"),
-            ("new", str(world.folder / "nowhere"), 404, "lora_path"),
-            ("new", str(empty), 404, "lora_path"),
-            ("new", "/etc", 400, "lora_path"),
-            ("new", f"{good}/../good", 400, "lora_path"),
-        ):
-            answer = await web.load(name, path)
-            assert answer.status_code == status, (name, path, answer.text)
-            assert answer.json()["error"]["param"] == param
-        answer = await web.load("new", good, is_3d_lora_weight=True)
-        assert answer.json()["error"]["param"] == "is_3d_lora_weight"
-        answer = await web.post("/v1/load_lora_adapter", {"lora_name": "x"})
-        assert answer.json()["error"]["param"] == "lora_path"
-        ids = [c["id"] for c in (await web.get("/v1/models")).json()["data"]]
-        assert ids == ["base", "alias", "good"]
-        assert (await web.complete(model="good"))["choices"][0]["text"] == "cbaG"
-        assert len(world.engine.adapters) == 1, "refused content stays in the engine"
-
-    run(world, scenario)
+async def test_refused_loads_change_nothing(web: Web, world: World) -> None:
+    good = world.adapter("good", "G")
+    assert (await web.load("good", good)).status_code == 200
+    bad = world.adapter("bad", "bad")
+    other = world.adapter("other", "O")
+    empty = world.folder / "empty"
+    empty.mkdir()
+    for name, path, status, param in (
+        ("new", bad, 400, "use_dora"),
+        ("good", bad, 400, "use_dora"),
+        ("good", other, 400, "lora_name"),
+        ("base", good, 400, "lora_name"),
+        ("a,b", good, 400, "lora_name"),
+        ("new", str(world.folder / "nowhere"), 404, "lora_path"),
+        ("new", str(empty), 404, "lora_path"),
+        ("new", "/etc", 400, "lora_path"),
+        ("new", f"{good}/../good", 400, "lora_path"),
+    ):
+        answer = await web.load(name, path)
+        assert answer.status_code == status, (name, path, answer.text)
+        assert answer.json()["error"]["param"] == param
+    answer = await web.load("new", good, is_3d_lora_weight=True)
+    assert answer.json()["error"]["param"] == "is_3d_lora_weight"
+    answer = await web.post("/v1/load_lora_adapter", {"lora_name": "x"})
+    assert answer.json()["error"]["param"] == "lora_path"
+    ids = [c["id"] for c in (await web.get("/v1/models")).json()["data"]]
+    assert ids == ["base", "alias", "good"]
+    assert (await web.complete(model="good"))["choices"][0]["text"] == "cbaG"
+    assert len(world.engine.adapters) == 1, "refused content stays in the engine"
 
 
-def test_a_repeat_of_the_same_content_is_fine(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        path = world.adapter("a", "A")
-        answers = await asyncio.gather(*(web.load("a", path) for _ in range(3)))
-        assert [a.status_code for a in answers] == [200] * 3
-        assert (await web.load("b", path)).status_code == 200
-        assert (await web.unload("a")).status_code == 200
-        assert (await web.complete(model="b"))["choices"][0]["text"] == "cbaA"
-        assert world.engine.holders == {digest_of("A"): {"b": False}}
-        assert (await web.unload("b")).status_code == 200
-        assert world.engine.released == [(digest_of("A"), "a"), (digest_of("A"), "b")]
-
-    run(world, scenario)
+async def test_a_repeat_of_the_same_content_is_fine(web: Web, world: World) -> None:
+    path = world.adapter("a", "A")
+    answers = await asyncio.gather(*(web.load("a", path) for _ in range(3)))
+    assert [a.status_code for a in answers] == [200] * 3
+    assert (await web.load("b", path)).status_code == 200
+    assert (await web.unload("a")).status_code == 200
+    assert (await web.complete(model="b"))["choices"][0]["text"] == "cbaA"
+    assert world.engine.holders == {digest_of("A"): {"b": False}}
+    assert (await web.unload("b")).status_code == 200
+    assert world.engine.released == [(digest_of("A"), "a"), (digest_of("A"), "b")]
 
 
-def test_in_place_load_leaves_running_requests_on_the_old_version(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        engine = world.engine
-        assert (await web.load("a", world.adapter("a", "old"))).status_code == 200
-        engine.gate = asyncio.Event()
-        running = asyncio.create_task(web.complete(model="a"))
-        await until(lambda: engine.num_open == 1)
-        assert (await web.load("a", world.adapter("a", "new"))).status_code == 400
-        answer = await web.load("a", world.adapter("a", "new"), load_inplace=True)
-        assert answer.status_code == 200
-        later = asyncio.create_task(web.complete(model="a"))
-        await until(lambda: engine.num_open == 2)
-        assert len(engine.adapters) == 2
-        engine.gate.set()
-        assert (await running)["choices"][0]["text"] == "cbaold"
-        assert (await later)["choices"][0]["text"] == "cbanew"
-        assert (await running)["system_fingerprint"] != (await later)["system_fingerprint"]
-        await until(lambda: len(engine.adapters) == 1)
-        assert engine.released == [(digest_of("new"), "a"), (digest_of("old"), "a")]
-
-    run(world, scenario)
-
-
-def test_unload_waits_for_running_streams(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        engine = world.engine
-        await web.load("a", world.adapter("a", "A"))
-        engine.gate = asyncio.Event()
-        running = asyncio.create_task(web.chunks(COMPLETE, {"model": "a", "prompt": "abc"}))
-        await until(lambda: engine.num_open == 1)
-        unload = asyncio.create_task(web.unload("a"))
-        await asyncio.sleep(0.05)
-        assert not unload.done() and not engine.released
-        answer = await web.post(COMPLETE, {"model": "a", "prompt": "x"})
-        assert answer.status_code == 404
-        engine.gate.set()
-        chunks = await running
-        assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == "cbaA"
-        assert (await unload).status_code == 200 and len(engine.released) == 1
-
-    run(world, scenario)
+async def test_in_place_load_leaves_running_requests_on_the_old_version(
+    web: Web, world: World
+) -> None:
+    engine = world.engine
+    assert (await web.load("a", world.adapter("a", "old"))).status_code == 200
+    engine.gate = asyncio.Event()
+    running = asyncio.create_task(web.complete(model="a"))
+    await until(lambda: engine.num_open == 1)
+    assert (await web.load("a", world.adapter("a", "new"))).status_code == 400
+    answer = await web.load("a", world.adapter("a", "new"), load_inplace=True)
+    assert answer.status_code == 200
+    later = asyncio.create_task(web.complete(model="a"))
+    await until(lambda: engine.num_open == 2)
+    assert len(engine.adapters) == 2
+    engine.gate.set()
+    assert (await running)["choices"][0]["text"] == "cbaold"
+    assert (await later)["choices"][0]["text"] == "cbanew"
+    assert (await running)["system_fingerprint"] != (await later)["system_fingerprint"]
+    await until(lambda: len(engine.adapters) == 1)
+    assert engine.released == [(digest_of("new"), "a"), (digest_of("old"), "a")]
 
 
-def test_an_unload_whose_client_leaves_still_drops(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        engine = world.engine
-        await web.load("a", world.adapter("a", "A"))
-        engine.gate = asyncio.Event()
-        running = asyncio.create_task(web.complete(model="a"))
-        await until(lambda: engine.num_open == 1)
-        unload = asyncio.create_task(web.unload("a"))
-        await until(lambda: not world.registry.has("a"))
-        unload.cancel()
-        await asyncio.gather(unload, return_exceptions=True)
-        engine.gate.set()
-        await running
-        await until(lambda: not engine.adapters)
+async def test_unload_waits_for_running_streams(web: Web, world: World) -> None:
+    engine = world.engine
+    await web.load("a", world.adapter("a", "A"))
+    engine.gate = asyncio.Event()
+    running = asyncio.create_task(web.chunks(COMPLETE, {"model": "a", "prompt": "abc"}))
+    await until(lambda: engine.num_open == 1)
+    unload = asyncio.create_task(web.unload("a"))
+    await asyncio.sleep(0.05)
+    assert not unload.done() and not engine.released
+    answer = await web.post(COMPLETE, {"model": "a", "prompt": "x"})
+    assert answer.status_code == 404
+    engine.gate.set()
+    chunks = await running
+    assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == "cbaA"
+    assert (await unload).status_code == 200 and len(engine.released) == 1
 
-    run(world, scenario)
+
+async def test_an_unload_whose_client_leaves_still_drops(web: Web, world: World) -> None:
+    engine = world.engine
+    await web.load("a", world.adapter("a", "A"))
+    engine.gate = asyncio.Event()
+    running = asyncio.create_task(web.complete(model="a"))
+    await until(lambda: engine.num_open == 1)
+    unload = asyncio.create_task(web.unload("a"))
+    await until(lambda: not world.registry.has("a"))
+    unload.cancel()
+    await asyncio.gather(unload, return_exceptions=True)
+    engine.gate.set()
+    await running
+    await until(lambda: not engine.adapters)
 
 
-def test_an_unload_during_a_load_of_the_same_content(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        engine = world.engine
-        path = world.adapter("a", "A")
-        await web.load("a", path)
-        reached, go = asyncio.Event(), asyncio.Event()
+async def test_an_unload_during_a_load_of_the_same_content(web: Web, world: World) -> None:
+    engine = world.engine
+    path = world.adapter("a", "A")
+    await web.load("a", path)
+    reached, go = asyncio.Event(), asyncio.Event()
 
-        async def pause() -> None:
-            reached.set()
-            await go.wait()
+    async def pause() -> None:
+        reached.set()
+        await go.wait()
 
-        engine.on_hold = pause
-        load = asyncio.create_task(web.load("b", path))
-        await reached.wait()
-        assert (await web.unload("a")).status_code == 200
-        assert engine.holders == {digest_of("A"): {"b": False}}
-        go.set()
-        assert (await load).status_code == 200
-        assert (await web.complete(model="b"))["choices"][0]["text"] == "cbaA"
-
-    run(world, scenario)
+    engine.on_hold = pause
+    load = asyncio.create_task(web.load("b", path))
+    await reached.wait()
+    assert (await web.unload("a")).status_code == 200
+    assert engine.holders == {digest_of("A"): {"b": False}}
+    go.set()
+    assert (await load).status_code == 200
+    assert (await web.complete(model="b"))["choices"][0]["text"] == "cbaA"
 
 
 # Operations.
 
 
-def test_metrics(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        await web.load("b", world.adapter("b", "B"))
-        await web.load("a", world.adapter("a", "A"))
-        await web.complete()
-        await web.get("/nowhere")
-        answer = await web.get("/metrics")
-        assert answer.headers["content-type"].startswith("text/plain")
-        samples = {
-            (s.name, *sorted(s.labels.items())): s.value
-            for family in text_string_to_metric_families(answer.text)
-            for s in family.samples
-        }
-        values = {key[0]: value for key, value in samples.items()}
-        assert values["vllm:kv_cache_usage_perc"] == 0.5
-        assert values["weft:generated_tokens_total"] == 7
-        assert values["vllm:time_to_first_token_seconds_count"] == 1
-        config = (
-            "vllm:cache_config_info",
-            ("block_size", "16"),
-            ("engine", "0"),
-            ("model_name", "base"),
-            ("num_gpu_blocks", "10"),
-        )
-        assert samples[config] == 1
-        assert samples[("weft:requests_finished_total", ("finish_reason", "stop"))] == 2
-        (info,) = (key for key in samples if key[0] == "vllm:lora_requests_info")
-        assert dict(info[1:]) == {
-            "max_lora": "4",
-            "running_lora_adapters": "a,b",
-            "waiting_lora_adapters": "b",
-        }
-        assert abs(samples[info] - time.time()) < 60
-        loaded = [dict(k[1:]) for k in samples if k[0] == "vllm:lora_adapter_loaded"]
-        on_gpu = {"adapter_name": "a", "level": "gpu", "pinned": "false"}
-        assert on_gpu in loaded and len(loaded) == 4
-        routes = {
-            dict(k[1:])["route"]: v for k, v in samples.items() if "http_requests_total" in k[0]
-        }
-        assert routes[COMPLETE] == 1 and routes["unmatched"] == 1
-
-    run(world, scenario)
+async def test_metrics(web: Web, world: World) -> None:
+    await web.load("b", world.adapter("b", "B"))
+    await web.load("a", world.adapter("a", "A"))
+    await web.complete()
+    await web.get("/nowhere")
+    answer = await web.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    samples = {
+        (s.name, *sorted(s.labels.items())): s.value
+        for family in text_string_to_metric_families(answer.text)
+        for s in family.samples
+    }
+    values = {key[0]: value for key, value in samples.items()}
+    assert values["vllm:kv_cache_usage_perc"] == 0.5
+    assert values["weft:generated_tokens_total"] == 7
+    assert values["vllm:time_to_first_token_seconds_count"] == 1
+    config = (
+        "vllm:cache_config_info",
+        ("block_size", "16"),
+        ("engine", "0"),
+        ("model_name", "base"),
+        ("num_gpu_blocks", "10"),
+    )
+    assert samples[config] == 1
+    assert samples[("weft:requests_finished_total", ("finish_reason", "stop"))] == 2
+    (info,) = (key for key in samples if key[0] == "vllm:lora_requests_info")
+    assert dict(info[1:]) == {
+        "max_lora": "4",
+        "running_lora_adapters": "a,b",
+        "waiting_lora_adapters": "b",
+    }
+    assert abs(samples[info] - time.time()) < 60
+    loaded = [dict(k[1:]) for k in samples if k[0] == "vllm:lora_adapter_loaded"]
+    on_gpu = {"adapter_name": "a", "level": "gpu", "pinned": "false"}
+    assert on_gpu in loaded and len(loaded) == 4
+    routes = {dict(k[1:])["route"]: v for k, v in samples.items() if "http_requests_total" in k[0]}
+    assert routes[COMPLETE] == 1 and routes["unmatched"] == 1
 
 
-def test_version(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        assert (await web.get("/version")).json()["version"].count(".") == 2
-
-    run(world, scenario)
+async def test_version(web: Web) -> None:
+    assert (await web.get("/version")).json()["version"].count(".") == 2
 
 
-def test_work_that_is_cancelled_before_it_began_returns_its_lease(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        await web.load("a", world.adapter("a", "A"))
-        body = json.dumps({"model": "a", "prompt": "x", "stream": True}).encode()
-        messages = [
-            {"type": "http.request", "body": body, "more_body": False},
-            {"type": "http.disconnect"},
-        ]
-        sent: list[Any] = []
+async def test_work_that_is_cancelled_before_it_began_returns_its_lease(
+    web: Web, world: World
+) -> None:
+    await web.load("a", world.adapter("a", "A"))
+    body = json.dumps({"model": "a", "prompt": "x", "stream": True}).encode()
+    messages = [
+        {"type": "http.request", "body": body, "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Any] = []
 
-        async def receive() -> Any:
-            return messages.pop(0)
+    async def receive() -> Any:
+        return messages.pop(0)
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        world.engine.gate, world.engine.gate_from = asyncio.Event(), 0
-        scope = {"type": "http", "method": "POST", "path": COMPLETE, "headers": []}
-        scope |= {"query_string": b"", "http_version": "1.1", "raw_path": COMPLETE.encode()}
-        await world.app(scope, receive, send)
-        assert sent == []
-        await asyncio.wait_for(web.unload("a"), PATIENCE_S)
-
-    run(world, scenario)
+    world.engine.gate, world.engine.gate_from = asyncio.Event(), 0
+    scope = {"type": "http", "method": "POST", "path": COMPLETE, "headers": []}
+    scope |= {"query_string": b"", "http_version": "1.1", "raw_path": COMPLETE.encode()}
+    await world.app(scope, receive, send)
+    assert sent == []
+    await asyncio.wait_for(web.unload("a"), PATIENCE_S)
 
 
 # A real server: sockets, the openai client, clients that leave.

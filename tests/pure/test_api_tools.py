@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from http_api import CHAT, HI, Web, World, run, served
+from http_api import CHAT, HI, Web, World, served
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from thinking_model import THOUGHT, ids, prompt_of, thinking_world
 from toy_tokenizers import byte_level, thinking
@@ -65,124 +65,95 @@ def calls_of(choices: list[Any]) -> list[Any]:
 # Calls.
 
 
-def test_half_of_a_surrogate_pair_in_a_literal(tmp_path: Path) -> None:
+async def test_half_of_a_surrogate_pair_in_a_literal(tmp_path: Path) -> None:
     """No answer can hold it."""
-    world = thinking_world(tmp_path, tool_call_parser="olmo3")
+    web = Web(thinking_world(tmp_path, tool_call_parser="olmo3"))
     text = "<function_calls>time(zone='\\ud83d')</function_calls>"
-
-    async def scenario(web: Web) -> None:
-        whole, stream = await both(web, text, tools=[TIME])
-        for call in (*whole["message"]["tool_calls"], *calls_of(stream)):
-            assert json.loads(call["function"]["arguments"]) == {"zone": "\ufffd"}
-
-    run(world, scenario)
+    whole, stream = await both(web, text, tools=[TIME])
+    for call in (*whole["message"]["tool_calls"], *calls_of(stream)):
+        assert json.loads(call["function"]["arguments"]) == {"zone": "\ufffd"}
 
 
-def test_a_call_and_its_stream(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        whole, stream = await both(web, "let me see\n" + CALL, tools=[WEATHER, TIME])
-        assert whole["finish_reason"] == stream[-1]["finish_reason"] == "tool_calls"
-        message = whole["message"]
-        assert message["content"] == joined(stream, "content") == "let me see"
-        (call,) = message["tool_calls"]
-        assert call["type"] == "function" and call["id"].startswith("call_")
-        assert call["function"] == {"name": "weather", "arguments": PARIS}
-        assert [c["function"] for c in calls_of(stream)] == [call["function"]]
-        assert "weather" in prompt_of(world) and '"properties": {}' in prompt_of(world)
-
-    run(world, scenario)
+async def test_a_call_and_its_stream(web: Web, world: World) -> None:
+    whole, stream = await both(web, "let me see\n" + CALL, tools=[WEATHER, TIME])
+    assert whole["finish_reason"] == stream[-1]["finish_reason"] == "tool_calls"
+    message = whole["message"]
+    assert message["content"] == joined(stream, "content") == "let me see"
+    (call,) = message["tool_calls"]
+    assert call["type"] == "function" and call["id"].startswith("call_")
+    assert call["function"] == {"name": "weather", "arguments": PARIS}
+    assert [c["function"] for c in calls_of(stream)] == [call["function"]]
+    assert "weather" in prompt_of(world) and '"properties": {}' in prompt_of(world)
 
 
-def test_a_call_alone_has_no_content(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        whole, stream = await both(web, CALL + "\n" + CALL_TIME, tools=[WEATHER, TIME])
-        assert whole["message"]["content"] is None and joined(stream, "content") == ""
-        names = [c["function"]["name"] for c in whole["message"]["tool_calls"]]
-        assert names == [c["function"]["name"] for c in calls_of(stream)] == ["weather", "time"]
-
-    run(world, scenario)
+async def test_a_call_alone_has_no_content(web: Web) -> None:
+    whole, stream = await both(web, CALL + "\n" + CALL_TIME, tools=[WEATHER, TIME])
+    assert whole["message"]["content"] is None and joined(stream, "content") == ""
+    names = [c["function"]["name"] for c in whole["message"]["tool_calls"]]
+    assert names == [c["function"]["name"] for c in calls_of(stream)] == ["weather", "time"]
 
 
-def test_one_call_if_they_may_not_be_parallel(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        for text in (CALL + "\n" + CALL_TIME, "no"):
-            whole, stream = await both(web, text, tools=[WEATHER], parallel_tool_calls=False)
-            calls = whole["message"].get("tool_calls", [])
-            assert len(calls) == len(calls_of(stream)) == (text != "no")
-        for fields in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
-            await web.chat(tools=[WEATHER], parallel_tool_calls=False, **fields)
-            form = web.world.engine.requests[-1].params.structured_outputs
-            assert form is not None
-            tag = form.structural_tag or form.around or ""
-            assert '"stop_after_first": true' in tag
-
-    run(world, scenario)
+async def test_one_call_if_they_may_not_be_parallel(web: Web) -> None:
+    for text in (CALL + "\n" + CALL_TIME, "no"):
+        whole, stream = await both(web, text, tools=[WEATHER], parallel_tool_calls=False)
+        calls = whole["message"].get("tool_calls", [])
+        assert len(calls) == len(calls_of(stream)) == (text != "no")
+    for fields in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        await web.chat(tools=[WEATHER], parallel_tool_calls=False, **fields)
+        form = web.world.engine.requests[-1].params.structured_outputs
+        assert form is not None
+        tag = form.structural_tag or form.around or ""
+        assert '"stop_after_first": true' in tag
 
 
-def test_a_call_that_was_cut_off_keeps_its_reason(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        whole, stream = await both(web, CALL, tools=[WEATHER], max_tokens=len(ids(CALL)) - 4)
-        assert whole["finish_reason"] == stream[-1]["finish_reason"] == "length"
-        assert len(calls_of(stream)) == 1
-
-    run(world, scenario)
+async def test_a_call_that_was_cut_off_keeps_its_reason(web: Web) -> None:
+    whole, stream = await both(web, CALL, tools=[WEATHER], max_tokens=len(ids(CALL)) - 4)
+    assert whole["finish_reason"] == stream[-1]["finish_reason"] == "length"
+    assert len(calls_of(stream)) == 1
 
 
 @pytest.mark.parametrize(("stop", "reason"), [('"Paris', "stop"), ("</tool", "tool_calls")])
-def test_a_call_that_a_stop_string_cut_is_none_to_carry_out(
-    world: World, stop: str, reason: str
+async def test_a_call_that_a_stop_string_cut_is_none_to_carry_out(
+    web: Web, stop: str, reason: str
 ) -> None:
-    async def scenario(web: Web) -> None:
-        whole, stream = await both(web, CALL, tools=[WEATHER], stop=[stop])
-        assert whole["finish_reason"] == stream[-1]["finish_reason"] == reason
-        assert len(calls_of(stream)) == 1
-
-    run(world, scenario)
+    whole, stream = await both(web, CALL, tools=[WEATHER], stop=[stop])
+    assert whole["finish_reason"] == stream[-1]["finish_reason"] == reason
+    assert len(calls_of(stream)) == 1
 
 
-def test_without_tools_a_call_is_content(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        for body in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
-            whole, stream = await both(web, CALL, **body)
-            text = CALL.replace("<tool_call>", "").replace("</tool_call>", "")
-            assert whole["message"]["content"] == joined(stream, "content") == text
-            assert "tool_calls" not in whole["message"]
-            assert whole["finish_reason"] == "stop" and "weather" not in prompt_of(world)
-
-    run(world, scenario)
+async def test_without_tools_a_call_is_content(web: Web, world: World) -> None:
+    for body in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        whole, stream = await both(web, CALL, **body)
+        text = CALL.replace("<tool_call>", "").replace("</tool_call>", "")
+        assert whole["message"]["content"] == joined(stream, "content") == text
+        assert "tool_calls" not in whole["message"]
+        assert whole["finish_reason"] == "stop" and "weather" not in prompt_of(world)
 
 
-def test_forced_calls_are_a_form_of_the_output(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        named = {"type": "function", "function": {"name": "time"}}
-        for choice, names in (
-            (None, None),
-            ("auto", None),
-            ("required", {"weather", "time"}),
-            (named, {"time"}),
-        ):
-            await both(web, CALL, tools=[WEATHER, TIME], tool_choice=choice)
-            form = world.engine.requests[-1].params.structured_outputs
-            assert (form is None) == (names is None)
-            if form is not None:
-                tag = form.structural_tag or ""
-                assert {n for n in ("weather", "time") if n in tag} == names
-                marks = form.reasoning_token, form.begin_after_token
-                assert marks == (BEGIN_OF_REASONING, END_OF_REASONING)
-
-    run(world, scenario)
+async def test_forced_calls_are_a_form_of_the_output(web: Web, world: World) -> None:
+    named = {"type": "function", "function": {"name": "time"}}
+    for choice, names in (
+        (None, None),
+        ("auto", None),
+        ("required", {"weather", "time"}),
+        (named, {"time"}),
+    ):
+        await both(web, CALL, tools=[WEATHER, TIME], tool_choice=choice)
+        form = world.engine.requests[-1].params.structured_outputs
+        assert (form is None) == (names is None)
+        if form is not None:
+            tag = form.structural_tag or ""
+            assert {n for n in ("weather", "time") if n in tag} == names
+            marks = form.reasoning_token, form.begin_after_token
+            assert marks == (BEGIN_OF_REASONING, END_OF_REASONING)
 
 
-def test_a_schema_that_the_engine_refuses_is_the_tools_fault(world: World) -> None:
+async def test_a_schema_that_the_engine_refuses_is_the_tools_fault(web: Web, world: World) -> None:
     refused = InvalidRequest("structured_outputs: no such type", "structured_outputs")
     world.engine.fail_after = (0, refused)
-
-    async def scenario(web: Web) -> None:
-        body = {"model": "base", "messages": HI, "tools": [WEATHER], "tool_choice": "required"}
-        answer = await web.post(CHAT, body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-
-    run(world, scenario)
+    body = {"model": "base", "messages": HI, "tools": [WEATHER], "tool_choice": "required"}
+    answer = await web.post(CHAT, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
 
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -207,50 +178,43 @@ CALLS_TIME = {
 
 
 @pytest.mark.parametrize("tool_format", CALLS_TIME)
-def test_an_answer_is_either_a_call_or_has_the_form(tmp_path: Path, tool_format: str) -> None:
+async def test_an_answer_is_either_a_call_or_has_the_form(tmp_path: Path, tool_format: str) -> None:
     """What it begins with decides: a text may hold what a call looks like."""
     world = thinking_world(tmp_path, tool_call_parser=tool_format, reasoning_parser=None)
     call = CALLS_TIME[tool_format]
     text = f'{{"city":"{call}"}}'
     head = "<|channel|>final<|message|>" if tool_format == "harmony" else ""
     fields: dict[str, Any] = {"tools": [TIME], "response_format": AS_SCHEMA}
-
-    async def scenario(web: Web) -> None:
-        for said in (call, head + text):
-            whole, stream = await both(web, said, **fields)
-            form = world.engine.requests[-1].params.structured_outputs
-            assert form is not None and form.json == json.dumps(SCHEMA)
-            assert "time" in (form.around or "")
-            called = said == call
-            assert whole["finish_reason"] == stream[-1]["finish_reason"]
-            assert whole["finish_reason"] == ("tool_calls" if called else "stop")
-            assert len(whole["message"].get("tool_calls", [])) == called
-            assert len(calls_of(stream)) == called
-            content = whole["message"]["content"]
-            assert (content or "") == joined(stream, "content") == ("" if called else text)
-
-    run(world, scenario)
+    web = Web(world)
+    for said in (call, head + text):
+        whole, stream = await both(web, said, **fields)
+        form = world.engine.requests[-1].params.structured_outputs
+        assert form is not None and form.json == json.dumps(SCHEMA)
+        assert "time" in (form.around or "")
+        called = said == call
+        assert whole["finish_reason"] == stream[-1]["finish_reason"]
+        assert whole["finish_reason"] == ("tool_calls" if called else "stop")
+        assert len(whole["message"].get("tool_calls", [])) == called
+        assert len(calls_of(stream)) == called
+        content = whole["message"]["content"]
+        assert (content or "") == joined(stream, "content") == ("" if called else text)
 
 
 @pytest.mark.parametrize("said", [CALL_TIME, '{"city":"Ghent"}'])
-def test_either_comes_after_the_reasoning(world: World, said: str) -> None:
+async def test_either_comes_after_the_reasoning(web: Web, world: World, said: str) -> None:
     fields: dict[str, Any] = {"tools": [TIME], "tool_choice": "auto", "n": 2}
     world.engine.answers = [ids(THOUGHT + said) for _ in "12"]
-
-    async def scenario(web: Web) -> None:
-        answer = await web.chat(**fields, structured_outputs={"json_object": True})
-        for choice in answer["choices"]:
-            assert choice["message"]["reasoning_content"] == "hm"
-            assert choice["finish_reason"] == ("tool_calls" if said == CALL_TIME else "stop")
-        form = world.engine.requests[-1].params.structured_outputs
-        assert form is not None and form.json_object and form.around
-        marks = form.reasoning_token, form.begin_after_token
-        assert marks == (BEGIN_OF_REASONING, END_OF_REASONING)
-
-    run(world, scenario)
+    answer = await web.chat(**fields, structured_outputs={"json_object": True})
+    for choice in answer["choices"]:
+        assert choice["message"]["reasoning_content"] == "hm"
+        assert choice["finish_reason"] == ("tool_calls" if said == CALL_TIME else "stop")
+    form = world.engine.requests[-1].params.structured_outputs
+    assert form is not None and form.json_object and form.around
+    marks = form.reasoning_token, form.begin_after_token
+    assert marks == (BEGIN_OF_REASONING, END_OF_REASONING)
 
 
-def test_other_apis_take_tools_and_a_form_too(world: World) -> None:
+async def test_other_apis_take_tools_and_a_form_too(web: Web, world: World) -> None:
     function = {"type": "function", "name": "time"}
     of_responses = {
         "model": "base",
@@ -265,24 +229,20 @@ def test_other_apis_take_tools_and_a_form_too(world: World) -> None:
         "tools": [{"name": "time", "input_schema": {"type": "object"}}],
         "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
     }
-
-    async def scenario(web: Web) -> None:
-        for said, item, block in (
-            (CALL_TIME, "function_call", "tool_use"),
-            ('{"city":"Ghent"}', "message", "text"),
-        ):
-            world.engine.answers = [ids(said) for _ in "12"]
-            answer = await web.post("/v1/responses", of_responses)
-            assert [each["type"] for each in answer.json()["output"]] == [item]
-            answer = await web.post("/v1/messages", of_messages)
-            assert [each["type"] for each in answer.json()["content"]] == [block]
-            form = world.engine.requests[-1].params.structured_outputs
-            assert form is not None and form.json and "time" in (form.around or "")
-
-    run(world, scenario)
+    for said, item, block in (
+        (CALL_TIME, "function_call", "tool_use"),
+        ('{"city":"Ghent"}', "message", "text"),
+    ):
+        world.engine.answers = [ids(said) for _ in "12"]
+        answer = await web.post("/v1/responses", of_responses)
+        assert [each["type"] for each in answer.json()["output"]] == [item]
+        answer = await web.post("/v1/messages", of_messages)
+        assert [each["type"] for each in answer.json()["content"]] == [block]
+        form = world.engine.requests[-1].params.structured_outputs
+        assert form is not None and form.json and "time" in (form.around or "")
 
 
-def test_the_fault_of_a_form_beside_tools_has_its_name(world: World) -> None:
+async def test_the_fault_of_a_form_beside_tools_has_its_name(web: Web, world: World) -> None:
     body = {"model": "base", "messages": HI, "tools": [TIME], "response_format": AS_SCHEMA}
     of_messages = {
         "model": "base",
@@ -291,180 +251,143 @@ def test_the_fault_of_a_form_beside_tools_has_its_name(world: World) -> None:
         "tools": [{"name": "time", "input_schema": {"type": "object"}}],
         "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
     }
-
-    async def scenario(web: Web) -> None:
-        for field, ours, theirs in (
-            ("structured_outputs", "response_format", "output_config.format"),
-            ("structured_outputs.around", "tools", "tools"),
-        ):
-            world.engine.fail_after = (0, InvalidRequest(f"{field}: no such type", field))
-            answer = await web.post(CHAT, body)
-            told = answer.json()["error"]
-            assert (told["param"], told["message"]) == (ours, f"{ours}: no such type")
-            answer = await web.post("/v1/messages", of_messages)
-            assert answer.status_code == 400
-            assert answer.json()["error"]["message"] == f"{theirs}: no such type"
-        deep: dict[str, Any] = {"type": "integer"}
-        for _ in range(130):
-            deep = {"items": deep}
-        for schema in ({"description": "a" * 70_000}, deep):
-            function = {"name": "time", "parameters": {"type": "object", **schema}}
-            tools = [{"type": "function", "function": function}]
-            answer = await web.post(CHAT, body | {"tools": tools})
-            told = answer.json()["error"]
-            assert (answer.status_code, told["param"]) == (400, "tools"), told
-            assert told["message"].startswith("tools: ")
-
-    run(world, scenario)
+    for field, ours, theirs in (
+        ("structured_outputs", "response_format", "output_config.format"),
+        ("structured_outputs.around", "tools", "tools"),
+    ):
+        world.engine.fail_after = (0, InvalidRequest(f"{field}: no such type", field))
+        answer = await web.post(CHAT, body)
+        told = answer.json()["error"]
+        assert (told["param"], told["message"]) == (ours, f"{ours}: no such type")
+        answer = await web.post("/v1/messages", of_messages)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == f"{theirs}: no such type"
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(130):
+        deep = {"items": deep}
+    for schema in ({"description": "a" * 70_000}, deep):
+        function = {"name": "time", "parameters": {"type": "object", **schema}}
+        tools = [{"type": "function", "function": function}]
+        answer = await web.post(CHAT, body | {"tools": tools})
+        told = answer.json()["error"]
+        assert (answer.status_code, told["param"]) == (400, "tools"), told
+        assert told["message"].startswith("tools: ")
 
 
-def test_tools_that_may_not_be_called_leave_the_form_alone(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        fields: dict[str, Any] = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
-        await web.chat(**fields, tool_choice="none")
-        form = world.engine.requests[-1].params.structured_outputs
-        assert form is not None and form.around is None
-        await web.chat(tools=[WEATHER], response_format={"type": "text"})
-        assert world.engine.requests[-1].params.structured_outputs is None
-
-    run(world, scenario)
+async def test_tools_that_may_not_be_called_leave_the_form_alone(web: Web, world: World) -> None:
+    fields: dict[str, Any] = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+    await web.chat(**fields, tool_choice="none")
+    form = world.engine.requests[-1].params.structured_outputs
+    assert form is not None and form.around is None
+    await web.chat(tools=[WEATHER], response_format={"type": "text"})
+    assert world.engine.requests[-1].params.structured_outputs is None
 
 
-def test_a_form_beside_a_forced_call_has_nothing_to_bind(world: World) -> None:
+async def test_a_form_beside_a_forced_call_has_nothing_to_bind(web: Web, world: World) -> None:
     """instructor sends both to /v1/responses."""
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     function = {"type": "function", "name": "weather"}
     text = {"format": {"type": "json_schema", "name": "weather", "schema": schema}}
     fields: dict[str, Any] = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
-
-    async def scenario(web: Web) -> None:
-        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-            whole, _ = await both(web, CALL, **fields, tool_choice=choice)
-            assert whole["finish_reason"] == "tool_calls"
-            form = world.engine.requests[-1].params.structured_outputs
-            assert form is not None and not form.json_object and form.structural_tag
-        body = {"model": "base", "input": "hi", "text": text, "tool_choice": function}
-        answer = await web.post("/v1/responses", body | {"tools": [function]})
-        assert answer.status_code == 200, answer.text
-
-    run(world, scenario)
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        whole, _ = await both(web, CALL, **fields, tool_choice=choice)
+        assert whole["finish_reason"] == "tool_calls"
+        form = world.engine.requests[-1].params.structured_outputs
+        assert form is not None and not form.json_object and form.structural_tag
+    body = {"model": "base", "input": "hi", "text": text, "tool_choice": function}
+    answer = await web.post("/v1/responses", body | {"tools": [function]})
+    assert answer.status_code == 200, answer.text
 
 
-def test_earlier_calls_and_results_are_in_the_prompt(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        call = {"id": "c1", "type": "function", "function": {"name": "time", "arguments": ""}}
-        messages = [
-            *HI,
-            {
-                "role": "assistant",
-                "content": None,
-                "reasoning_content": "hm",
-                "tool_calls": [call],
-                "refusal": None,
-                "function_call": None,
-            },
-            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "noon"}]},
-        ]
-        await web.chat(messages=messages, tools=[TIME])
-        assert prompt_of(world).endswith(
-            "<s>assistant: <think>hm</think><tool_call>time{}</tool_call><s>tool: noon<s>assistant:"
-        )
-
-    run(world, scenario)
+async def test_earlier_calls_and_results_are_in_the_prompt(web: Web, world: World) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "time", "arguments": ""}}
+    messages = [
+        *HI,
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [call],
+            "refusal": None,
+            "function_call": None,
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "noon"}]},
+    ]
+    await web.chat(messages=messages, tools=[TIME])
+    assert prompt_of(world).endswith(
+        "<s>assistant: <think>hm</think><tool_call>time{}</tool_call><s>tool: noon<s>assistant:"
+    )
 
 
 # Reasoning.
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_reasoning_and_its_stream(world: World, opened: bool) -> None:
+async def test_reasoning_and_its_stream(web: Web, opened: bool) -> None:
     text = ("" if opened else "<think>\n") + "hm, well\n</think>\n\nyes"
-
-    async def scenario(web: Web) -> None:
-        kwargs = {"begun": opened}
-        whole, stream = await both(web, text, chat_template_kwargs=kwargs, logprobs=True)
-        message = whole["message"]
-        assert (message["content"], message["reasoning_content"]) == ("yes", "hm, well")
-        assert message["reasoning"] == "hm, well"
-        assert joined(stream, "content") == "yes"
-        assert joined(stream, "reasoning_content") == joined(stream, "reasoning") == "hm, well"
-        tokens = [t for c in stream for t in (c["logprobs"] or {"content": []})["content"]]
-        assert tokens == whole["logprobs"]["content"]
-        assert len(tokens) == len(ids(text)) + 1
-
-    run(world, scenario)
+    kwargs = {"begun": opened}
+    whole, stream = await both(web, text, chat_template_kwargs=kwargs, logprobs=True)
+    message = whole["message"]
+    assert (message["content"], message["reasoning_content"]) == ("yes", "hm, well")
+    assert message["reasoning"] == "hm, well"
+    assert joined(stream, "content") == "yes"
+    assert joined(stream, "reasoning_content") == joined(stream, "reasoning") == "hm, well"
+    tokens = [t for c in stream for t in (c["logprobs"] or {"content": []})["content"]]
+    assert tokens == whole["logprobs"]["content"]
+    assert len(tokens) == len(ids(text)) + 1
 
 
-def test_reasoning_before_a_call(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        text = THOUGHT + CALL
-        whole, stream = await both(web, text, tools=[WEATHER], skip_special_tokens=True)
-        assert whole["message"]["reasoning_content"] == joined(stream, "reasoning") == "hm"
-        assert len(whole["message"]["tool_calls"]) == len(calls_of(stream)) == 1
-
-    run(world, scenario)
+async def test_reasoning_before_a_call(web: Web) -> None:
+    text = THOUGHT + CALL
+    whole, stream = await both(web, text, tools=[WEATHER], skip_special_tokens=True)
+    assert whole["message"]["reasoning_content"] == joined(stream, "reasoning") == "hm"
+    assert len(whole["message"]["tool_calls"]) == len(calls_of(stream)) == 1
 
 
-def test_a_form_binds_after_the_reasoning_if_there_is_any(world: World) -> None:
+async def test_a_form_binds_after_the_reasoning_if_there_is_any(web: Web, world: World) -> None:
     form = {"type": "json_object"}
-
-    async def scenario(web: Web) -> None:
-        for kwargs, marks in (
-            ({}, (BEGIN_OF_REASONING, END_OF_REASONING)),
-            ({"begun": True}, (None, END_OF_REASONING)),
-            ({"enable_thinking": False}, (None, None)),
-        ):
-            await web.chat(response_format=form, chat_template_kwargs=kwargs)
-            asked = world.engine.requests[-1].params.structured_outputs
-            assert asked is not None
-            assert (asked.reasoning_token, asked.begin_after_token) == marks
-
-    run(world, scenario)
+    for kwargs, marks in (
+        ({}, (BEGIN_OF_REASONING, END_OF_REASONING)),
+        ({"begun": True}, (None, END_OF_REASONING)),
+        ({"enable_thinking": False}, (None, None)),
+    ):
+        await web.chat(response_format=form, chat_template_kwargs=kwargs)
+        asked = world.engine.requests[-1].params.structured_outputs
+        assert asked is not None
+        assert (asked.reasoning_token, asked.begin_after_token) == marks
 
 
 # What the operator says.
 
 
-def test_parsers_are_what_the_operator_says(tmp_path: Path) -> None:
-    world = thinking_world(tmp_path, tool_call_parser="mistral", reasoning_parser=None)
-
-    async def scenario(web: Web) -> None:
-        text = '<think>[TOOL_CALLS][{"name": "time", "arguments": {}}]'
-        whole, _ = await both(web, text, tools=[TIME])
-        assert whole["message"]["content"] == "<think>"
-        assert whole["message"]["tool_calls"][0]["function"]["name"] == "time"
-
-    run(world, scenario)
-    world = thinking_world(tmp_path, tool_call_parser=None)
-
-    async def refused(web: Web) -> None:
-        answer = await web.post(CHAT, {"model": "base", "messages": HI, "tools": [TIME]})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-
-    run(world, refused)
+async def test_parsers_are_what_the_operator_says(tmp_path: Path) -> None:
+    web = Web(thinking_world(tmp_path, tool_call_parser="mistral", reasoning_parser=None))
+    text = '<think>[TOOL_CALLS][{"name": "time", "arguments": {}}]'
+    whole, _ = await both(web, text, tools=[TIME])
+    assert whole["message"]["content"] == "<think>"
+    assert whole["message"]["tool_calls"][0]["function"]["name"] == "time"
+    web = Web(thinking_world(tmp_path, tool_call_parser=None))
+    answer = await web.post(CHAT, {"model": "base", "messages": HI, "tools": [TIME]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
     for name in ("tool_call_parser", "reasoning_parser"):
         with pytest.raises(ConfigError) as error:
             ApiSettings(("base",), **{name: "no such"})
         assert error.value.param == name
 
 
-def test_a_required_call_to_an_odd_schema_is_refused_by_name(tmp_path: Path) -> None:
-    world = thinking_world(tmp_path, tool_call_parser="gemma4")
+async def test_a_required_call_to_an_odd_schema_is_refused_by_name(tmp_path: Path) -> None:
+    web = Web(thinking_world(tmp_path, tool_call_parser="gemma4"))
     place: dict[str, Any] = {"type": "string"}
     for _ in range(12):
         place = {"type": "object", "properties": {"near": {"type": "string"}, "in": place}}
-
-    async def scenario(web: Web) -> None:
-        for schema, reason in ((place, "too large"), ({"enum": 5}, "'enum'")):
-            parameters = {"type": "object", "properties": {"place": schema}}
-            function = {"name": "weather", "parameters": parameters}
-            tools = [{"type": "function", "function": function}]
-            body = {"model": "base", "messages": HI, "tools": tools, "tool_choice": "required"}
-            answer = await web.post(CHAT, body)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-            assert reason in answer.text
-
-    run(world, scenario)
+    for schema, reason in ((place, "too large"), ({"enum": 5}, "'enum'")):
+        parameters = {"type": "object", "properties": {"place": schema}}
+        function = {"name": "weather", "parameters": parameters}
+        tools = [{"type": "function", "function": function}]
+        body = {"model": "base", "messages": HI, "tools": tools, "tool_choice": "required"}
+        answer = await web.post(CHAT, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        assert reason in answer.text
 
 
 # The client.
@@ -490,33 +413,24 @@ def test_the_openai_client_reads_calls(world: World, tokens_per_event: int) -> N
         ]
 
 
-def test_the_name_of_a_function_is_refused_with_what_it_may_be(world: World) -> None:
-    async def scenario(web: Web) -> None:
-        tools = [{"type": "function", "function": {"name": "two words"}}]
-        answer = await web.post(CHAT, {"model": "base", "messages": HI, "tools": tools})
-        told = "tools[0].function.name must match ^[a-zA-Z0-9_.-]{1,128}$"
-        assert answer.json()["error"]["message"] == told
-
-    run(world, scenario)
+async def test_the_name_of_a_function_is_refused_with_what_it_may_be(web: Web) -> None:
+    tools = [{"type": "function", "function": {"name": "two words"}}]
+    answer = await web.post(CHAT, {"model": "base", "messages": HI, "tools": tools})
+    told = "tools[0].function.name must match ^[a-zA-Z0-9_.-]{1,128}$"
+    assert answer.json()["error"]["message"] == told
 
 
-def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
+async def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
     world = World(tmp_path, byte_level())
-
-    async def scenario(web: Web) -> None:
-        answer = await web.post(CHAT, {"model": "base", "messages": HI, "tools": [TIME]})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-        assert (await web.chat(tools=[TIME], tool_choice="none"))["choices"]
-
-    run(world, scenario)
+    web = Web(world)
+    answer = await web.post(CHAT, {"model": "base", "messages": HI, "tools": [TIME]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert (await web.chat(tools=[TIME], tool_choice="none"))["choices"]
     world.check()
 
 
 @pytest.mark.parametrize("cut", ["\n</tool_c", "\n<", "\n", ""])
-def test_a_call_that_is_cut_inside_its_last_mark(world: World, cut: str) -> None:
-    async def scenario(web: Web) -> None:
-        whole, chunks = await both(web, CALL.partition("\n</")[0] + cut, tools=[WEATHER])
-        assert whole["message"]["content"] is None and not joined(chunks, "content")
-        assert calls_of(chunks)[0]["function"]["arguments"] == PARIS
-
-    run(world, scenario)
+async def test_a_call_that_is_cut_inside_its_last_mark(web: Web, cut: str) -> None:
+    whole, chunks = await both(web, CALL.partition("\n</")[0] + cut, tools=[WEATHER])
+    assert whole["message"]["content"] is None and not joined(chunks, "content")
+    assert calls_of(chunks)[0]["function"]["arguments"] == PARIS

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from handed_in import TEXTS, VALUES, nested
-from http_api import Web, World, run, served
+from http_api import Web, World, served
 from patience import PATIENCE_S
 from toy_tokenizers import byte_level
 
@@ -66,86 +66,72 @@ def hostile_bodies() -> Iterator[tuple[str, bytes]]:
         yield "/v1/responses", json.dumps({"model": "base", "input": [part]}).encode()
 
 
-def test_a_corpus_of_hostile_bodies(tmp_path: Path) -> None:
+async def test_a_corpus_of_hostile_bodies(tmp_path: Path) -> None:
     world = World(tmp_path, byte_level())
     said: Counter[int] = Counter()
     bodies = list(hostile_bodies())
     assert len(bodies) >= 150
     headers = {"content-type": "application/json"}
+    web = Web(world)
 
-    async def scenario(web: Web) -> None:
-        async def send(route: str, body: bytes) -> None:
-            answer = await web.http.post(route, content=body, headers=headers)
-            said[answer.status_code] += 1
-            assert answer.status_code < 500, (route, body[:200], answer.text)
-            if answer.status_code >= 400:
-                told = answer.json()
-                error = told.get("error", told)
-                assert error.get("type") or error.get("error_message"), answer.text
-                assert str(tmp_path) not in answer.text
+    async def send(route: str, body: bytes) -> None:
+        answer = await web.http.post(route, content=body, headers=headers)
+        said[answer.status_code] += 1
+        assert answer.status_code < 500, (route, body[:200], answer.text)
+        if answer.status_code >= 400:
+            told = answer.json()
+            error = told.get("error", told)
+            assert error.get("type") or error.get("error_message"), answer.text
+            assert str(tmp_path) not in answer.text
 
-        pages = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for start in range(0, len(bodies), 8):
-            await asyncio.gather(*(send(*body) for body in bodies[start : start + 8]))
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - pages
-        assert grown << 10 < 300 << 20
-        assert (await web.complete())["choices"][0]["text"] == "cba"
-
-    run(world, scenario)
+    pages = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for start in range(0, len(bodies), 8):
+        await asyncio.gather(*(send(*body) for body in bodies[start : start + 8]))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - pages
+    assert grown << 10 < 300 << 20
+    assert (await web.complete())["choices"][0]["text"] == "cba"
     assert said[400] > len(bodies) / 2, said
     world.check()
 
 
-def test_a_compressed_body_is_told_so(tmp_path: Path) -> None:
-    world = World(tmp_path, byte_level())
+async def test_a_compressed_body_is_told_so(tmp_path: Path) -> None:
+    web = Web(World(tmp_path, byte_level()))
     body = json.dumps(GOOD["/v1/completions"]).encode()
-
-    async def scenario(web: Web) -> None:
-        for encoding, status in (("gzip", 415), ("br", 415), ("Identity", 200), ("", 200)):
-            sent = gzip.compress(body) if status == 415 else body
-            own = {"content-type": "application/json", "content-encoding": encoding}
-            answer = await web.http.post("/v1/completions", content=sent, headers=own)
-            assert answer.status_code == status, answer.text
-            if status == 415:
-                error = answer.json()["error"]
-                assert error["code"] == "unsupported_media_type" and "compress" in error["message"]
-
-    run(world, scenario)
+    for encoding, status in (("gzip", 415), ("br", 415), ("Identity", 200), ("", 200)):
+        sent = gzip.compress(body) if status == 415 else body
+        own = {"content-type": "application/json", "content-encoding": encoding}
+        answer = await web.http.post("/v1/completions", content=sent, headers=own)
+        assert answer.status_code == status, answer.text
+        if status == 415:
+            error = answer.json()["error"]
+            assert error["code"] == "unsupported_media_type" and "compress" in error["message"]
 
 
-def test_a_byte_order_mark_before_the_body_is_passed_over(tmp_path: Path) -> None:
+async def test_a_byte_order_mark_before_the_body_is_passed_over(tmp_path: Path) -> None:
     """Editors on Windows write it, and `curl -d @file` sends it."""
-    world = World(tmp_path, byte_level())
+    web = Web(World(tmp_path, byte_level()))
     body = codecs.BOM_UTF8 + json.dumps(GOOD["/v1/completions"]).encode()
-
-    async def scenario(web: Web) -> None:
-        own = {"content-type": "application/json"}
-        answer = await web.http.post("/v1/completions", content=body, headers=own)
-        assert answer.status_code == 200, answer.text
-
-    run(world, scenario)
+    own = {"content-type": "application/json"}
+    answer = await web.http.post("/v1/completions", content=body, headers=own)
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("value", ['"\\ud83d"', "[" * 400 + "]" * 400, "[" * 9000])
-def test_arguments_that_no_prompt_can_hold(tmp_path: Path, value: str) -> None:
+async def test_arguments_that_no_prompt_can_hold(tmp_path: Path, value: str) -> None:
     """Half of a surrogate pair, and what is nested too deeply."""
-    world = World(tmp_path, byte_level())
+    web = Web(World(tmp_path, byte_level()))
     call = {"name": "f", "arguments": f'{{"a": {value}}}'}
     said = {"role": "assistant", "tool_calls": [{"id": "c", "function": call}]}
     item = {"type": "function_call", "call_id": "c", **call}
-
-    async def scenario(web: Web) -> None:
-        for path, field, history in (
-            ("/v1/chat/completions", "messages", [*MESSAGES, said, *MESSAGES]),
-            ("/tokenize", "messages", [*MESSAGES, said, *MESSAGES]),
-            ("/v1/responses", "input", [*MESSAGES, item, *MESSAGES]),
-        ):
-            answer = await web.post(path, {"model": "base", field: history})
-            assert answer.status_code == 400, answer.text
-            param = answer.json()["error"]["param"]
-            assert param.startswith(f"{field}[1].") and param.endswith("arguments")
-
-    run(world, scenario)
+    for path, field, history in (
+        ("/v1/chat/completions", "messages", [*MESSAGES, said, *MESSAGES]),
+        ("/tokenize", "messages", [*MESSAGES, said, *MESSAGES]),
+        ("/v1/responses", "input", [*MESSAGES, item, *MESSAGES]),
+    ):
+        answer = await web.post(path, {"model": "base", field: history})
+        assert answer.status_code == 400, answer.text
+        param = answer.json()["error"]["param"]
+        assert param.startswith(f"{field}[1].") and param.endswith("arguments")
 
 
 @pytest.mark.parametrize(
@@ -157,17 +143,15 @@ def test_arguments_that_no_prompt_can_hold(tmp_path: Path, value: str) -> None:
         ("/v1/responses", "max_output_tokens"),
     ],
 )
-def test_a_number_with_as_many_digits_as_are_read(tmp_path: Path, route: str, field: str) -> None:
+async def test_a_number_with_as_many_digits_as_are_read(
+    tmp_path: Path, route: str, field: str
+) -> None:
     """A sum with it has more digits than Python writes."""
-    world = World(tmp_path, byte_level())
+    web = Web(World(tmp_path, byte_level()))
     body = {key: value for key, value in GOOD[route].items() if not key.startswith("max_")}
-
-    async def scenario(web: Web) -> None:
-        answer = await web.post(route, body | {field: int("9" * 4300)})
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == field
-
-    run(world, scenario)
+    answer = await web.post(route, body | {field: int("9" * 4300)})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == field
 
 
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

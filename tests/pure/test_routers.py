@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from http_api import MakeWorld, Web, make_world, run
+from http_api import MakeWorld, Web, make_world
 from prometheus_client.parser import text_string_to_metric_families
 
 __all__ = ["make_world"]
@@ -23,29 +23,26 @@ KINDS = {"gauges": "gauge", "counters": "counter", "histograms": "histogram"}
 
 
 @pytest.mark.parametrize("path", EXCHANGES, ids=lambda path: path.stem)
-def test_what_others_read(path: Path, make_world: MakeWorld) -> None:
+async def test_what_others_read(path: Path, make_world: MakeWorld) -> None:
     world = make_world(api_keys=())
     folder = world.adapter("new", "abc")
-
-    async def scenario(web: Web) -> None:
-        assert (await web.load("sql", world.adapter("sql", "x"))).status_code == 200
-        for step in json.loads(path.read_text().replace("{folder}", folder))["steps"]:
-            send = step["send"]
-            answer = await web.http.request(
-                send["method"], send["path"], headers=send.get("headers"), json=send.get("body")
-            )
-            assert answer.status_code in step["status"], answer.text
-            if send["path"] == "/metrics":
-                check_metrics(step, answer.text)
-            elif step.get("stream_ends_with_usage"):
-                *_, last, done = [e for e in answer.text.split("\n\n") if e]
-                assert done == "data: [DONE]"
-                assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"]
-            else:
-                check_json(step, answer)
-        await web.unload("sql")
-
-    run(world, scenario)
+    web = Web(world)
+    assert (await web.load("sql", world.adapter("sql", "x"))).status_code == 200
+    for step in json.loads(path.read_text().replace("{folder}", folder))["steps"]:
+        send = step["send"]
+        answer = await web.http.request(
+            send["method"], send["path"], headers=send.get("headers"), json=send.get("body")
+        )
+        assert answer.status_code in step["status"], answer.text
+        if send["path"] == "/metrics":
+            check_metrics(step, answer.text)
+        elif step.get("stream_ends_with_usage"):
+            *_, last, done = [e for e in answer.text.split("\n\n") if e]
+            assert done == "data: [DONE]"
+            assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"]
+        else:
+            check_json(step, answer)
+    await web.unload("sql")
 
 
 def check_metrics(step: dict[str, Any], text: str) -> None:

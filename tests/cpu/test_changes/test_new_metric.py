@@ -5,21 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from http_api import Web, World, run
+from http_api import Web, World
 from toy_tokenizers import byte_level
 
 from weft.metrics import metrics
 
 
-def test_a_metric_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_metric_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ("weft:batch_rows", "Requests in the running batch.", "num_running")
     monkeypatch.setattr(metrics, "_GAUGES", (*metrics._GAUGES, row))
-    world = World(tmp_path, byte_level())
-
-    async def scrape(web: Web) -> None:
-        text = (await web.get("/metrics")).text
-        assert "# HELP weft:batch_rows Requests in the running batch." in text
-        assert "# TYPE weft:batch_rows gauge" in text
-        assert "\nweft:batch_rows 0" in text
-
-    run(world, scrape)
+    text = (await Web(World(tmp_path, byte_level())).get("/metrics")).text
+    assert "# HELP weft:batch_rows Requests in the running batch." in text
+    assert "# TYPE weft:batch_rows gauge" in text
+    assert "\nweft:batch_rows 0" in text

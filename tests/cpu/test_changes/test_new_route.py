@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastapi import APIRouter
-from http_api import Web, World, run
+from http_api import Web, World
 from toy_tokenizers import byte_level
 
 from weft.registry import AdapterRegistry
@@ -24,20 +24,17 @@ def shout_routes(registry: AdapterRegistry) -> APIRouter:
     return router
 
 
-def test_a_route_is_a_router(tmp_path: Path) -> None:
+async def test_a_route_is_a_router(tmp_path: Path) -> None:
     world = World(tmp_path, byte_level(), api_keys=["secret"])
     world.app.include_router(shout_routes(world.registry))
     key = {"authorization": "Bearer secret"}
-
-    async def use(web: Web) -> None:
-        assert (await web.get("/v1/shout/base")).status_code == 401
-        found = await web.http.get("/v1/shout/base", headers=key)
-        assert (found.status_code, found.json()) == (200, {"shout": "BASE"})
-        assert found.headers["x-request-id"]
-        missing = await web.http.get("/v1/shout/nobody", headers=key)
-        assert missing.status_code == 404 and "nobody" in missing.json()["error"]["message"]
-        metrics = (await web.http.get("/metrics", headers=key)).text
-        assert 'route="/v1/shout/{name}",status="404"' in metrics
-
-    run(world, use)
+    web = Web(world)
+    assert (await web.get("/v1/shout/base")).status_code == 401
+    found = await web.http.get("/v1/shout/base", headers=key)
+    assert (found.status_code, found.json()) == (200, {"shout": "BASE"})
+    assert found.headers["x-request-id"]
+    missing = await web.http.get("/v1/shout/nobody", headers=key)
+    assert missing.status_code == 404 and "nobody" in missing.json()["error"]["message"]
+    metrics = (await web.http.get("/metrics", headers=key)).text
+    assert 'route="/v1/shout/{name}",status="404"' in metrics
     assert "/v1/shout/{name}" in world.app.openapi()["paths"]
