@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from full_disk import room_for
-from http_api import CHAT, COMPLETE, HI, Web, World, digest_of, run
+from http_api import CHAT, COMPLETE, HI, Web, World, digest_of
 from http_api import served as listening
 from patience import PATIENCE_S, until
 from test_uploads import FILES, tar
@@ -84,6 +84,12 @@ def served(tmp_path: Path) -> Iterator[Served]:
     made.world.check()
 
 
+@pytest.fixture
+def world(served: Served) -> World:
+    """The one that the fixture `web` is a client of."""
+    return served.world
+
+
 def as_(who: str) -> dict[str, str]:
     return {"authorization": f"Bearer {who}"}
 
@@ -103,51 +109,44 @@ async def text_of(web: Web, who: str, **body: Any) -> str | int:
     return str(answer.json()["choices"][0]["text"]).removeprefix("cba")
 
 
-def test_an_adapter_that_is_tried_has_the_name_that_it_would_get(served: Served) -> None:
-    async def scenario(web: Web) -> None:
-        for query, state in (("?check=true", "accepted"), ("", "success")):
-            answer = await web.http.put(
-                f"/v1/adapters/new{query}", content=tar(FILES), headers=as_("acme-all")
-            )
-            assert answer.json()["status"] == state, answer.text
-            assert answer.json()["lora_name"] == "acme/new"
+async def test_an_adapter_that_is_tried_has_the_name_that_it_would_get(
+    served: Served, web: Web
+) -> None:
+    for query, state in (("?check=true", "accepted"), ("", "success")):
+        answer = await web.http.put(
+            f"/v1/adapters/new{query}", content=tar(FILES), headers=as_("acme-all")
+        )
+        assert answer.json()["status"] == state, answer.text
+        assert answer.json()["lora_name"] == "acme/new"
 
-    run(served.world, scenario)
 
-
-def test_tensors_of_those_who_may_not_publish_are_not_read(served: Served) -> None:
-    async def scenario(web: Web) -> None:
-        path, content = "/load_lora_adapter_from_tensors", b"no JSON"
-        answer = await web.http.post(path, content=content, headers=as_("acme-app"))
-        assert answer.status_code == 403 and not answer.json()["success"]
-        assert "'publish'" in answer.json()["error_message"]
-
-    run(served.world, scenario)
+async def test_tensors_of_those_who_may_not_publish_are_not_read(served: Served, web: Web) -> None:
+    path, content = "/load_lora_adapter_from_tensors", b"no JSON"
+    answer = await web.http.post(path, content=content, headers=as_("acme-app"))
+    assert answer.status_code == 403 and not answer.json()["success"]
+    assert "'publish'" in answer.json()["error_message"]
     assert [line["outcome"] for line in served.audited()] == ["permission_denied"]
 
 
-def test_a_name_means_ones_own_then_a_shared_adapter(served: Served) -> None:
-    async def scenario(web: Web) -> None:
-        await served.fill(web)
-        for who, texts in (
-            ("acme-app", {"sql": "A", "acme/sql": "A", "base:sql": "A", "globex/lent": "L"}),
-            ("globex-all", {"sql": "G", "globex/sql": "G", "alias:globex/secret": "X"}),
-            ("root", {"sql": "S", "acme/sql": "A", "base:globex/secret": "X"}),
-        ):
-            for model, text in texts.items():
-                assert await text_of(web, who, model=model) == text, (who, model)
-        both = [{"name": "sql"}, {"name": "globex/lent"}]
-        assert served.world.engine.requests[-1].tenant == "ops"
-        with served.world.registry.resolve("acme/sql"):
-            assert await text_of(web, "acme-app", adapters=[both[0]]) == "A"
-        assert served.world.engine.requests[-1].tenant == "acme"
-        with served.world.registry.resolve("acme/sql"):
-            assert await text_of(web, "acme-app", adapters=[{"name": "base:sql"}]) == "A"
-        both[1]["name"] = "globex/secret"
-        assert await text_of(web, "acme-app", adapters=both) == 404
-        assert await text_of(web, "acme-app", model="base") == ""
-
-    run(served.world, scenario)
+async def test_a_name_means_ones_own_then_a_shared_adapter(served: Served, web: Web) -> None:
+    await served.fill(web)
+    for who, texts in (
+        ("acme-app", {"sql": "A", "acme/sql": "A", "base:sql": "A", "globex/lent": "L"}),
+        ("globex-all", {"sql": "G", "globex/sql": "G", "alias:globex/secret": "X"}),
+        ("root", {"sql": "S", "acme/sql": "A", "base:globex/secret": "X"}),
+    ):
+        for model, text in texts.items():
+            assert await text_of(web, who, model=model) == text, (who, model)
+    both = [{"name": "sql"}, {"name": "globex/lent"}]
+    assert served.world.engine.requests[-1].tenant == "ops"
+    with served.world.registry.resolve("acme/sql"):
+        assert await text_of(web, "acme-app", adapters=[both[0]]) == "A"
+    assert served.world.engine.requests[-1].tenant == "acme"
+    with served.world.registry.resolve("acme/sql"):
+        assert await text_of(web, "acme-app", adapters=[{"name": "base:sql"}]) == "A"
+    both[1]["name"] = "globex/secret"
+    assert await text_of(web, "acme-app", adapters=both) == 404
+    assert await text_of(web, "acme-app", model="base") == ""
 
 
 def asks(model: str) -> list[tuple[str, str, Any]]:
@@ -177,300 +176,263 @@ def without_hint(text: str) -> str:
     return re.sub("; did you mean [^?]*[?]", "", text).replace("nosuch", "secret")
 
 
-def test_what_one_may_not_see_is_as_if_it_did_not_exist(served: Served) -> None:
+async def test_what_one_may_not_see_is_as_if_it_did_not_exist(served: Served, web: Web) -> None:
     """On every route: the same status, message and headers."""
-
-    async def scenario(web: Web) -> None:
-        await served.fill(web)
-        for prefix in ("", "base:"):
-            hidden, missing = asks(f"{prefix}globex/secret"), asks(f"{prefix}globex/nosuch")
-            for (method, path, body), (_, other_path, other_body) in zip(
-                hidden, missing, strict=True
-            ):
-                answers = [
-                    await web.http.request(method, p, json=b, headers=as_("acme-all"))
-                    for p, b in ((path, body), (other_path, other_body))
-                ]
-                seen, unseen = (
-                    (a.status_code, without_hint(a.text), shown_headers(a)) for a in answers
-                )
-                assert seen == unseen and seen[0] == 404, (path, answers[0].text)
-        for name in ("globex/secret", "globex/nosuch"):
-            for query in (f"after={name}", f"after={name}&limit=1"):
-                answer = await web.http.get(f"/v1/models?{query}", headers=as_("acme-all"))
-                assert answer.status_code == 400
-                message = f"after: there is no model {name!r}"
-                assert answer.json()["error"]["message"] == message
-        assert await text_of(web, "globex-all", model="secret") == "X"
-
-    run(served.world, scenario)
+    await served.fill(web)
+    for prefix in ("", "base:"):
+        hidden, missing = asks(f"{prefix}globex/secret"), asks(f"{prefix}globex/nosuch")
+        for (method, path, body), (_, other_path, other_body) in zip(hidden, missing, strict=True):
+            answers = [
+                await web.http.request(method, p, json=b, headers=as_("acme-all"))
+                for p, b in ((path, body), (other_path, other_body))
+            ]
+            seen, unseen = (
+                (a.status_code, without_hint(a.text), shown_headers(a)) for a in answers
+            )
+            assert seen == unseen and seen[0] == 404, (path, answers[0].text)
+    for name in ("globex/secret", "globex/nosuch"):
+        for query in (f"after={name}", f"after={name}&limit=1"):
+            answer = await web.http.get(f"/v1/models?{query}", headers=as_("acme-all"))
+            assert answer.status_code == 400
+            message = f"after: there is no model {name!r}"
+            assert answer.json()["error"]["message"] == message
+    assert await text_of(web, "globex-all", model="secret") == "X"
 
 
 def shown_headers(answer: httpx.Response) -> dict[str, str]:
     return {n: v for n, v in answer.headers.items() if n not in ("x-request-id", "content-length")}
 
 
-def test_lists_show_what_the_caller_may_use(served: Served) -> None:
-    async def scenario(web: Web) -> None:
-        await served.fill(web)
-        shared = served.world.adapter("sql", "S")
-        for who, names in (
-            ("acme-app", {"acme/sql": "acme/sql", "globex/lent": None}),
-            ("acme-ci", {"acme/sql": "acme/sql", "globex/lent": None}),
-            ("globex-all", {f"globex/{n}": f"globex/{n}" for n in ("secret", "lent", "sql")}),
-            ("root", {"sql": "sql", "acme/sql": "acme/sql"}
-             | {f"globex/{n}": f"globex/{n}" for n in ("secret", "lent", "sql")}),
-        ):  # fmt: skip
-            roots = {
-                name: name if path is None else str(served.world.folder / path)
-                for name, path in names.items()
-            }
-            models = (await web.http.get("/v1/models", headers=as_(who))).json()["data"]
-            found = {card["id"]: card["root"] for card in models if card["parent"] is not None}
-            assert found == roots, who
-            loras = (await web.http.get("/v1/loras", headers=as_(who))).json()
-            assert {n: shown["path"] for n, shown in loras["loras"].items()} == roots
-            assert loras["count"] == len(names)
-            if who != "root":
-                assert shared not in json.dumps([models, loras])
-                body = {"lora_name": "nosuch", "lora_path": "/nowhere"}
-                sglang = await web.post("/load_lora_adapter", body, headers=as_(who))
-                assert sglang.json()["loaded_adapters"] == roots
-        card = await web.http.get("/v1/models/sql", headers=as_("acme-app"))
-        assert card.json()["id"] == "acme/sql"
-
-    run(served.world, scenario)
+async def test_lists_show_what_the_caller_may_use(served: Served, web: Web) -> None:
+    await served.fill(web)
+    shared = served.world.adapter("sql", "S")
+    for who, names in (
+        ("acme-app", {"acme/sql": "acme/sql", "globex/lent": None}),
+        ("acme-ci", {"acme/sql": "acme/sql", "globex/lent": None}),
+        ("globex-all", {f"globex/{n}": f"globex/{n}" for n in ("secret", "lent", "sql")}),
+        ("root", {"sql": "sql", "acme/sql": "acme/sql"}
+         | {f"globex/{n}": f"globex/{n}" for n in ("secret", "lent", "sql")}),
+    ):  # fmt: skip
+        roots = {
+            name: name if path is None else str(served.world.folder / path)
+            for name, path in names.items()
+        }
+        models = (await web.http.get("/v1/models", headers=as_(who))).json()["data"]
+        found = {card["id"]: card["root"] for card in models if card["parent"] is not None}
+        assert found == roots, who
+        loras = (await web.http.get("/v1/loras", headers=as_(who))).json()
+        assert {n: shown["path"] for n, shown in loras["loras"].items()} == roots
+        assert loras["count"] == len(names)
+        if who != "root":
+            assert shared not in json.dumps([models, loras])
+            body = {"lora_name": "nosuch", "lora_path": "/nowhere"}
+            sglang = await web.post("/load_lora_adapter", body, headers=as_(who))
+            assert sglang.json()["loaded_adapters"] == roots
+    card = await web.http.get("/v1/models/sql", headers=as_("acme-app"))
+    assert card.json()["id"] == "acme/sql"
 
 
-def test_a_pin_of_the_same_content_shows_to_those_who_see_its_name(served: Served) -> None:
-    async def scenario(web: Web) -> None:
-        path = served.world.adapter("acme/mine", "P")
-        assert (await load(web, "acme-all", "mine", path)).status_code == 200
-        for whose, seen in (("globex/secret", False), ("globex/lent", True)):
-            path = served.world.adapter(whose, "P")
-            assert (await load(web, "globex-all", whose, path, pinned=True)).status_code == 200
-            loras = (await web.http.get("/v1/loras", headers=as_("acme-all"))).json()["loras"]
-            assert loras["acme/mine"]["pinned"] is seen
-            every = (await web.http.get("/v1/loras", headers=as_("root"))).json()["loras"]
-            assert every["acme/mine"]["pinned"] is True
+async def test_a_pin_of_the_same_content_shows_to_those_who_see_its_name(
+    served: Served, web: Web
+) -> None:
+    path = served.world.adapter("acme/mine", "P")
+    assert (await load(web, "acme-all", "mine", path)).status_code == 200
+    for whose, seen in (("globex/secret", False), ("globex/lent", True)):
+        path = served.world.adapter(whose, "P")
+        assert (await load(web, "globex-all", whose, path, pinned=True)).status_code == 200
+        loras = (await web.http.get("/v1/loras", headers=as_("acme-all"))).json()["loras"]
+        assert loras["acme/mine"]["pinned"] is seen
+        every = (await web.http.get("/v1/loras", headers=as_("root"))).json()["loras"]
+        assert every["acme/mine"]["pinned"] is True
 
-    run(served.world, scenario)
 
-
-def test_nobody_changes_what_is_somebody_elses(served: Served) -> None:
+async def test_nobody_changes_what_is_somebody_elses(served: Served, web: Web) -> None:
     """In each dialect: a foreign namespace is refused alike, whatever is in it."""
-
-    async def scenario(web: Web) -> None:
-        await served.fill(web)
-        path = served.world.adapter("acme/evil", "E")
-        for name in ("globex/secret", "globex/nosuch", "nobody/x", "globex/lent", "base:globex/x"):
-            loads = (
-                ("/v1/load_lora_adapter", {"lora_path": path, "load_inplace": True}),
-                ("/load_lora_adapter", {"lora_path": path, "load_inplace": True}),
-                ("/v1/loras", {"source": {"uri": f"file://{path}"}}),
-            )
-            for route, body in loads:
-                answer = await web.post(route, body | {"lora_name": name}, headers=as_("acme-all"))
-                assert answer.status_code == 403, answer.text
-                message = answer.json().get("error_message") or answer.json()["error"]["message"]
-                assert "own namespace, 'acme'" in message and "globex" not in message
-        for name in ("base:globex/secret", "base:sql", "alias:x"):
-            for whole in (name, f"acme/{name}"):
-                answer = await load(web, "acme-all", whole, path)
-                assert answer.status_code in (400, 403), answer.text
-        for shown in ("globex/lent",):
-            for method, route, body in asks(shown)[-3:]:
-                answer = await web.http.request(method, route, json=body, headers=as_("acme-all"))
-                assert answer.status_code == 403, answer.text
-                kind = answer.json().get("error", {}).get("code", "permission_denied")
-                assert kind == "permission_denied"
-        texts = {"secret": "X", "lent": "L", "sql": "G"}
-        for model, text in texts.items():
-            assert await text_of(web, "globex-all", model=model) == text
-        assert await text_of(web, "root", model="sql") == "S"
-
-    run(served.world, scenario)
-
-
-def test_ones_own_adapters_are_replaced_and_unloaded_by_either_name(served: Served) -> None:
-    async def scenario(web: Web) -> None:
-        await served.fill(web)
-        new = served.world.adapter("acme/new", "N")
-        answer = await load(web, "acme-ci", "sql", new, load_inplace=True)
-        assert answer.text == "Success: LoRA adapter 'acme/sql' added successfully."
-        assert await text_of(web, "acme-app", model="sql") == "N"
-        gone = await web.http.delete("/v1/loras/sql", headers=as_("acme-ci"))
-        assert gone.json()["lora_name"] == "acme/sql"
-        assert await text_of(web, "acme-app", model="sql") == "S", "the shared one"
-        denied = await web.http.delete("/v1/loras/sql", headers=as_("acme-all"))
-        assert denied.status_code == 403 and "not change it" in denied.text
-        denied = await web.http.delete("/v1/loras/base:sql", headers=as_("acme-all"))
-        assert denied.status_code == 403 and "not change it" in denied.text
-        assert (await load(web, "acme-all", "based", new)).status_code == 200
-        answer = await web.http.delete("/v1/loras/base:based", headers=as_("acme-all"))
-        assert answer.status_code == 200 and answer.json()["lora_name"] == "acme/based"
-        body = {"lora_name": "alias:globex/sql"}
-        answer = await web.post("/v1/unload_lora_adapter", body, headers=as_("root"))
-        assert answer.status_code == 200
-        assert await text_of(web, "globex-all", model="sql") == "S"
-
-    run(served.world, scenario)
-
-
-def test_a_tenant_loads_from_its_own_folders_only(served: Served) -> None:
-    async def scenario(web: Web) -> None:
-        await served.fill(web)
-        for path in ("globex/secret", str(served.world.folder / "globex" / "secret"), "../globex"):
-            answer = await load(web, "acme-all", "stolen", path)
-            assert answer.json()["error"]["code"].startswith("adapter_"), answer.text
-        for path in ("sql", str(served.world.folder / "acme" / "sql")):
-            assert (await load(web, "acme-all", "again", path)).status_code == 200
-
-    run(served.world, scenario)
-
-
-def test_keys_have_roles_and_expire(served: Served) -> None:
-    async def scenario(web: Web) -> None:
-        await served.fill(web)
-        path = served.world.adapter("acme/other", "O")
-        for method, route, body in asks("globex/secret")[:11]:
-            answer = await web.http.request(method, route, json=body, headers=as_("acme-ci"))
-            assert answer.status_code == 403, route
-            error = answer.json()["error"]
-            assert (error["type"], error["code"]) == ("permission_error", "permission_denied")
-        tokenize = await web.post("/tokenize", {"prompt": "a"}, headers=as_("acme-ci"))
-        assert tokenize.status_code == 403
-        assert (await load(web, "acme-app", "other", path)).status_code == 403
-        for method, route, body in asks("sql")[-3:]:
-            answer = await web.http.request(method, route, json=body, headers=as_("acme-app"))
-            assert answer.status_code == 403
-        asked = {"model": "base", "input": "a"}
-        stored = (await web.post("/v1/responses", asked, headers=as_("acme-app"))).json()["id"]
-        kept = f"/v1/responses/{stored}"
-        for who, status in (("acme-ci", 403), ("globex-all", 404), ("acme-all", 200)):
-            for method in ("GET", "DELETE"):
-                answer = await web.http.request(method, kept, headers=as_(who))
-                assert answer.status_code == status, who
-        for route in ("/metrics", "/version"):
-            statuses = [
-                (await web.http.get(route, headers=as_(who))).status_code
-                for who in ("acme-all", "acme-old", "root")
-            ]
-            assert [*statuses, (await web.get(route)).status_code] == [403, 401, 200, 401]
-        assert (await web.get("/health")).status_code == 200
-        old = await web.http.get("/v1/models", headers=as_("acme-old"))
-        assert old.status_code == 401 and "Expired" in old.text
-        assert (await web.get("/v1/models")).status_code == 401
-
-    run(served.world, scenario)
-
-
-def test_a_new_file_holds_from_the_next_request_on(served: Served) -> None:
-    async def scenario(web: Web) -> None:
-        await served.fill(web)
-        grant = 'may_use = ["globex/lent"]'
-        served.file.write_text(TENANTS.replace(grant, 'may_use = ["globex/*"]'))
-        served.tenants.reload()
-        assert await text_of(web, "acme-app", model="globex/secret") == "X"
-        served.file.write_text(
-            TENANTS.replace(grant, "").replace(key("acme-app", "use"), key("acme-web", "use"))
+    await served.fill(web)
+    path = served.world.adapter("acme/evil", "E")
+    for name in ("globex/secret", "globex/nosuch", "nobody/x", "globex/lent", "base:globex/x"):
+        loads = (
+            ("/v1/load_lora_adapter", {"lora_path": path, "load_inplace": True}),
+            ("/load_lora_adapter", {"lora_path": path, "load_inplace": True}),
+            ("/v1/loras", {"source": {"uri": f"file://{path}"}}),
         )
-        served.tenants.reload()
-        assert await text_of(web, "acme-all", model="globex/lent") == 404
-        assert await text_of(web, "acme-app", model="base") == 401
-        assert await text_of(web, "acme-web", model="sql") == "A"
-
-    run(served.world, scenario)
-
-
-def test_more_choices_than_a_tenant_may_have_open_are_refused_by_its_cap(served: Served) -> None:
-    async def scenario(web: Web) -> None:
-        cap = "[tenants.acme]\ncaps = { max_open_requests = 2 }"
-        served.file.write_text(TENANTS.replace("[tenants.acme]", cap))
-        served.tenants.reload()
-        for who, n, told in (
-            ("acme-app", 3, "asks for 3 sequences, and you may have 2 open at a time"),
-            ("acme-app", 128, "asks for 128 sequences, and you may have 2 open at a time"),
-            ("globex-all", 1, None),
-        ):
-            ask = {"model": "base", "prompt": "abc", "n": n}
-            answer = await web.post(COMPLETE, ask, headers=as_(who))
-            assert answer.status_code == (200 if told is None else 400)
-            assert told is None or told in answer.json()["error"]["message"]
-
-    run(served.world, scenario)
+        for route, body in loads:
+            answer = await web.post(route, body | {"lora_name": name}, headers=as_("acme-all"))
+            assert answer.status_code == 403, answer.text
+            message = answer.json().get("error_message") or answer.json()["error"]["message"]
+            assert "own namespace, 'acme'" in message and "globex" not in message
+    for name in ("base:globex/secret", "base:sql", "alias:x"):
+        for whole in (name, f"acme/{name}"):
+            answer = await load(web, "acme-all", whole, path)
+            assert answer.status_code in (400, 403), answer.text
+    for shown in ("globex/lent",):
+        for method, route, body in asks(shown)[-3:]:
+            answer = await web.http.request(method, route, json=body, headers=as_("acme-all"))
+            assert answer.status_code == 403, answer.text
+            kind = answer.json().get("error", {}).get("code", "permission_denied")
+            assert kind == "permission_denied"
+    texts = {"secret": "X", "lent": "L", "sql": "G"}
+    for model, text in texts.items():
+        assert await text_of(web, "globex-all", model=model) == text
+    assert await text_of(web, "root", model="sql") == "S"
 
 
-def test_tokens_of_vectors_are_counted_as_their_tenants(served: Served) -> None:
-    async def scenario(web: Web) -> None:
-        body = {"model": "base", "input": [[5, 6, 7], [8, 9]]}
-        answer = await web.post("/v1/embeddings", body, headers=as_("acme-app"))
-        assert answer.json()["usage"]["prompt_tokens"] == 5
-        shown = (await web.http.get("/metrics", headers=as_("root"))).text
-        assert 'weft:tenant_tokens_total{tenant="acme",kind="prompt"} 5' in shown
-        assert 'weft:tenant_tokens_total{tenant="acme",kind="output"} 0' in shown
+async def test_ones_own_adapters_are_replaced_and_unloaded_by_either_name(
+    served: Served, web: Web
+) -> None:
+    await served.fill(web)
+    new = served.world.adapter("acme/new", "N")
+    answer = await load(web, "acme-ci", "sql", new, load_inplace=True)
+    assert answer.text == "Success: LoRA adapter 'acme/sql' added successfully."
+    assert await text_of(web, "acme-app", model="sql") == "N"
+    gone = await web.http.delete("/v1/loras/sql", headers=as_("acme-ci"))
+    assert gone.json()["lora_name"] == "acme/sql"
+    assert await text_of(web, "acme-app", model="sql") == "S", "the shared one"
+    denied = await web.http.delete("/v1/loras/sql", headers=as_("acme-all"))
+    assert denied.status_code == 403 and "not change it" in denied.text
+    denied = await web.http.delete("/v1/loras/base:sql", headers=as_("acme-all"))
+    assert denied.status_code == 403 and "not change it" in denied.text
+    assert (await load(web, "acme-all", "based", new)).status_code == 200
+    answer = await web.http.delete("/v1/loras/base:based", headers=as_("acme-all"))
+    assert answer.status_code == 200 and answer.json()["lora_name"] == "acme/based"
+    body = {"lora_name": "alias:globex/sql"}
+    answer = await web.post("/v1/unload_lora_adapter", body, headers=as_("root"))
+    assert answer.status_code == 200
+    assert await text_of(web, "globex-all", model="sql") == "S"
 
-    run(served.world, scenario)
+
+async def test_a_tenant_loads_from_its_own_folders_only(served: Served, web: Web) -> None:
+    await served.fill(web)
+    for path in ("globex/secret", str(served.world.folder / "globex" / "secret"), "../globex"):
+        answer = await load(web, "acme-all", "stolen", path)
+        assert answer.json()["error"]["code"].startswith("adapter_"), answer.text
+    for path in ("sql", str(served.world.folder / "acme" / "sql")):
+        assert (await load(web, "acme-all", "again", path)).status_code == 200
 
 
-def test_metrics_may_have_an_address_of_their_own(tmp_path: Path) -> None:
+async def test_keys_have_roles_and_expire(served: Served, web: Web) -> None:
+    await served.fill(web)
+    path = served.world.adapter("acme/other", "O")
+    for method, route, body in asks("globex/secret")[:11]:
+        answer = await web.http.request(method, route, json=body, headers=as_("acme-ci"))
+        assert answer.status_code == 403, route
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("permission_error", "permission_denied")
+    tokenize = await web.post("/tokenize", {"prompt": "a"}, headers=as_("acme-ci"))
+    assert tokenize.status_code == 403
+    assert (await load(web, "acme-app", "other", path)).status_code == 403
+    for method, route, body in asks("sql")[-3:]:
+        answer = await web.http.request(method, route, json=body, headers=as_("acme-app"))
+        assert answer.status_code == 403
+    asked = {"model": "base", "input": "a"}
+    stored = (await web.post("/v1/responses", asked, headers=as_("acme-app"))).json()["id"]
+    kept = f"/v1/responses/{stored}"
+    for who, status in (("acme-ci", 403), ("globex-all", 404), ("acme-all", 200)):
+        for method in ("GET", "DELETE"):
+            answer = await web.http.request(method, kept, headers=as_(who))
+            assert answer.status_code == status, who
+    for route in ("/metrics", "/version"):
+        statuses = [
+            (await web.http.get(route, headers=as_(who))).status_code
+            for who in ("acme-all", "acme-old", "root")
+        ]
+        assert [*statuses, (await web.get(route)).status_code] == [403, 401, 200, 401]
+    assert (await web.get("/health")).status_code == 200
+    old = await web.http.get("/v1/models", headers=as_("acme-old"))
+    assert old.status_code == 401 and "Expired" in old.text
+    assert (await web.get("/v1/models")).status_code == 401
+
+
+async def test_a_new_file_holds_from_the_next_request_on(served: Served, web: Web) -> None:
+    await served.fill(web)
+    grant = 'may_use = ["globex/lent"]'
+    served.file.write_text(TENANTS.replace(grant, 'may_use = ["globex/*"]'))
+    served.tenants.reload()
+    assert await text_of(web, "acme-app", model="globex/secret") == "X"
+    served.file.write_text(
+        TENANTS.replace(grant, "").replace(key("acme-app", "use"), key("acme-web", "use"))
+    )
+    served.tenants.reload()
+    assert await text_of(web, "acme-all", model="globex/lent") == 404
+    assert await text_of(web, "acme-app", model="base") == 401
+    assert await text_of(web, "acme-web", model="sql") == "A"
+
+
+async def test_more_choices_than_a_tenant_may_have_open_are_refused_by_its_cap(
+    served: Served,
+) -> None:
+    web = Web(served.world)
+    cap = "[tenants.acme]\ncaps = { max_open_requests = 2 }"
+    served.file.write_text(TENANTS.replace("[tenants.acme]", cap))
+    served.tenants.reload()
+    for who, n, told in (
+        ("acme-app", 3, "asks for 3 sequences, and you may have 2 open at a time"),
+        ("acme-app", 128, "asks for 128 sequences, and you may have 2 open at a time"),
+        ("globex-all", 1, None),
+    ):
+        ask = {"model": "base", "prompt": "abc", "n": n}
+        answer = await web.post(COMPLETE, ask, headers=as_(who))
+        assert answer.status_code == (200 if told is None else 400)
+        assert told is None or told in answer.json()["error"]["message"]
+
+
+async def test_tokens_of_vectors_are_counted_as_their_tenants(served: Served, web: Web) -> None:
+    body = {"model": "base", "input": [[5, 6, 7], [8, 9]]}
+    answer = await web.post("/v1/embeddings", body, headers=as_("acme-app"))
+    assert answer.json()["usage"]["prompt_tokens"] == 5
+    shown = (await web.http.get("/metrics", headers=as_("root"))).text
+    assert 'weft:tenant_tokens_total{tenant="acme",kind="prompt"} 5' in shown
+    assert 'weft:tenant_tokens_total{tenant="acme",kind="output"} 0' in shown
+
+
+async def test_metrics_may_have_an_address_of_their_own(tmp_path: Path) -> None:
     world = World(tmp_path, byte_level(), metrics_apart=True)
-
-    async def scenario(web: Web) -> None:
-        assert (await web.get("/metrics")).status_code == 404
-        transport = httpx.ASGITransport(app=world.app.state.metrics_app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://weft") as apart:
-            assert "weft:engine_up 1" in (await apart.get("/metrics")).text
-            assert (await apart.get("/health")).status_code == 200
-            assert (await apart.get("/v1/models")).status_code == 404
-            world.engine.alive = False
-            assert (await apart.get("/health")).status_code == 503
-            world.engine.alive = True
-
-    run(world, scenario)
+    web = Web(world)
+    assert (await web.get("/metrics")).status_code == 404
+    transport = httpx.ASGITransport(app=world.app.state.metrics_app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://weft") as apart:
+        assert "weft:engine_up 1" in (await apart.get("/metrics")).text
+        assert (await apart.get("/health")).status_code == 200
+        assert (await apart.get("/v1/models")).status_code == 404
+        world.engine.alive = False
+        assert (await apart.get("/health")).status_code == 503
+        world.engine.alive = True
 
 
-def test_the_engine_is_told_of_the_tenants_now_and_when_they_change(tmp_path: Path) -> None:
+async def test_the_engine_is_told_of_the_tenants_now_and_when_they_change(tmp_path: Path) -> None:
     """Also of those that were read again while it started."""
     file = tmp_path / "tenants.toml"
     file.write_text("[tenants.a]\nweight = 2")
     world = World(tmp_path, byte_level())
-
-    async def scenario(web: Web) -> None:
-        door = FrontDoor(TenantsFile(file), None)
-        file.write_text("[tenants.a]\nweight = 3")
-        door.renew()
-        await door.tell(world.engine)
-        assert world.engine.tenants == [Tenant("a", 3.0)]
-        file.write_text("[tenants.a]\n[tenants.b.caps]\nmax_seats = 2")
-        door.renew()
-        await until(lambda: len(world.engine.tenants) == 2)
-        assert world.engine.tenants[1] == Tenant("b", caps=Caps(max_seats=2))
-        file.write_text("[tenants.c]\nx = 1")
-        door.renew()
-        await asyncio.sleep(0)
-        assert [tenant.name for tenant in world.engine.tenants] == ["a", "b"]
-
-    run(world, scenario)
+    door = FrontDoor(TenantsFile(file), None)
+    file.write_text("[tenants.a]\nweight = 3")
+    door.renew()
+    await door.tell(world.engine)
+    assert world.engine.tenants == [Tenant("a", 3.0)]
+    file.write_text("[tenants.a]\n[tenants.b.caps]\nmax_seats = 2")
+    door.renew()
+    await until(lambda: len(world.engine.tenants) == 2)
+    assert world.engine.tenants[1] == Tenant("b", caps=Caps(max_seats=2))
+    file.write_text("[tenants.c]\nx = 1")
+    door.renew()
+    await asyncio.sleep(0)
+    assert [tenant.name for tenant in world.engine.tenants] == ["a", "b"]
 
 
 # the audit log ----------------------------------------------------------------------------------
 
 
-def test_changes_are_written_down_with_who_made_them(served: Served) -> None:
-    async def scenario(web: Web) -> None:
-        path = served.world.adapter("acme/a", "A")
-        new = served.world.adapter("acme/b", "B")
-        ids = {**as_("acme-all"), "x-request-id": "r1"}
-        body = {"lora_name": "a", "lora_path": path}
-        await web.post("/v1/load_lora_adapter", body, headers=ids)
-        await load(web, "acme-ci", "a", new, load_inplace=True)
-        await load(web, "acme-all", "globex/x", "https://me:hunter2@host/x?token=t0ken#t0ken")
-        await web.http.delete("/v1/loras/a", headers=as_("root"))
-        await web.http.delete("/v1/loras/acme/a", headers=as_("root"))
-        await web.http.delete("/v1/loras/" + "x" * 5000, headers=as_("acme-app"))
-
-    run(served.world, scenario)
+async def test_changes_are_written_down_with_who_made_them(served: Served, web: Web) -> None:
+    path = served.world.adapter("acme/a", "A")
+    new = served.world.adapter("acme/b", "B")
+    ids = {**as_("acme-all"), "x-request-id": "r1"}
+    body = {"lora_name": "a", "lora_path": path}
+    await web.post("/v1/load_lora_adapter", body, headers=ids)
+    await load(web, "acme-ci", "a", new, load_inplace=True)
+    await load(web, "acme-all", "globex/x", "https://me:hunter2@host/x?token=t0ken#t0ken")
+    await web.http.delete("/v1/loras/a", headers=as_("root"))
+    await web.http.delete("/v1/loras/acme/a", headers=as_("root"))
+    await web.http.delete("/v1/loras/" + "x" * 5000, headers=as_("acme-app"))
     lines = served.audited()
     first = lines[0]
     assert first.pop("time").endswith("Z")
@@ -494,22 +456,19 @@ def test_changes_are_written_down_with_who_made_them(served: Served) -> None:
         assert secret not in text
 
 
-def test_who_is_refused_is_written_down_in_bounds(
+async def test_who_is_refused_is_written_down_in_bounds(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each refusal once, however it is found out; a flood of them is a few lines and a number."""
-
-    async def scenario(web: Web) -> None:
+    web = Web(served.world)
+    await web.get("/v1/models")
+    await web.http.get("/v1/models", headers={"authorization": "Bearer made-up"})
+    await web.http.get("/metrics", headers=as_("acme-app"))
+    await web.http.delete("/v1/loras/x", headers=as_("acme-app"))
+    for _ in range(50):
         await web.get("/v1/models")
-        await web.http.get("/v1/models", headers={"authorization": "Bearer made-up"})
-        await web.http.get("/metrics", headers=as_("acme-app"))
-        await web.http.delete("/v1/loras/x", headers=as_("acme-app"))
-        for _ in range(50):
-            await web.get("/v1/models")
-        monkeypatch.setattr(audit_module, "REFUSALS_S", 0.0)
-        await web.get("/v1/models")
-
-    run(served.world, scenario)
+    monkeypatch.setattr(audit_module, "REFUSALS_S", 0.0)
+    await web.get("/v1/models")
     lines = served.audited()
     told = [(x["key"], x["action"], x["name"], x["outcome"], x["times"]) for x in lines]
     assert told[:4] == [
@@ -524,7 +483,7 @@ def test_who_is_refused_is_written_down_in_bounds(
     assert all(line["client"] == "127.0.0.1" for line in lines)
 
 
-def test_the_number_of_refusals_is_written_though_no_further_one_comes(
+async def test_the_number_of_refusals_is_written_though_no_further_one_comes(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Soon after its time, and at the end of the server."""
@@ -538,25 +497,20 @@ def test_the_number_of_refusals_is_written_though_no_further_one_comes(
         assert not counts()
     assert counts() == [3]
     monkeypatch.setattr(audit_module, "REFUSALS_S", 0.01)
-
-    async def main() -> None:
-        log = AuditLog(served.log)
-        async with log.counting():
-            for _ in range(audit_module.MAX_REFUSALS + 2):
-                log.refuse(AuditEntry("refuse", "/v1/models"))
-            await asyncio.wait_for(until(lambda: counts() == [3, 2]), PATIENCE_S)
-
-    asyncio.run(main())
+    log = AuditLog(served.log)
+    async with log.counting():
+        for _ in range(audit_module.MAX_REFUSALS + 2):
+            log.refuse(AuditEntry("refuse", "/v1/models"))
+        await asyncio.wait_for(until(lambda: counts() == [3, 2]), PATIENCE_S)
 
 
-def test_releases_without_a_registry_change_nothing_and_fill_no_disk(served: Served) -> None:
-    async def scenario(web: Web) -> None:
-        for route in ("releases", "rollbacks"):
-            body = {"name": "sql"}
-            answer = await web.post(f"/v1/registry/{route}", body, headers=as_("acme-app"))
-            assert answer.status_code == 400 and "--registry" in answer.text
-
-    run(served.world, scenario)
+async def test_releases_without_a_registry_change_nothing_and_fill_no_disk(
+    served: Served, web: Web
+) -> None:
+    for route in ("releases", "rollbacks"):
+        body = {"name": "sql"}
+        answer = await web.post(f"/v1/registry/{route}", body, headers=as_("acme-app"))
+        assert answer.status_code == 400 and "--registry" in answer.text
     assert not served.log.read_text()
 
 
@@ -613,7 +567,7 @@ def test_an_audit_log_on_stderr_that_nobody_reads_holds_nothing_up(
     assert "nobody reads it" in caplog.text
 
 
-def test_a_tenants_folder_that_hangs_holds_up_no_other_request(
+async def test_a_tenants_folder_that_hangs_holds_up_no_other_request(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The event loop looks at no folder that a tenant may load from."""
@@ -624,10 +578,8 @@ def test_a_tenants_folder_that_hangs_holds_up_no_other_request(
             looking.append(threading.current_thread())
         return resolve(path, strict)
 
-    async def scenario(web: Web) -> None:
-        monkeypatch.setattr(Path, "resolve", resolved)
-        path = served.world.adapter("acme/sql", "A")
-        assert (await load(web, "acme-all", "sql", path)).status_code == 200
-
-    run(served.world, scenario)
+    web = Web(served.world)
+    monkeypatch.setattr(Path, "resolve", resolved)
+    path = served.world.adapter("acme/sql", "A")
+    assert (await load(web, "acme-all", "sql", path)).status_code == 200
     assert looking and threading.main_thread() not in looking
