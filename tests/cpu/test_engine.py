@@ -492,76 +492,64 @@ async def close_ends_open_streams(client: LinkClient) -> None:
 
 
 @pytest.mark.usefixtures("quick_engines")
-def test_a_killed_process_ends_open_streams() -> None:
+async def test_a_killed_process_ends_open_streams() -> None:
     """Streams and calls alike, also those that are sent before its death is known."""
-
-    async def go() -> None:
-        client = await start_process(ARGS)
-        link: Any = client._link
-        readers = await open_streams(client, 3)
-        os.kill(link.pid, signal.SIGSTOP)  # so that the first call is not answered any more
-        calls = [asyncio.create_task(client.stats())]
-        await asyncio.sleep(0.05)
-        os.kill(link.pid, signal.SIGKILL)
-        time.sleep(0.1)  # the event loop does not see it yet, ZeroMQ does
-        assert client.alive
-        async with asyncio.timeout(PATIENCE_S):
-            calls.append(asyncio.create_task(client.stats()))
-            assert await outcome(client.generate(request_of())) == "dead"
-            assert await asyncio.gather(*readers) == ["dead"] * 3
-            for call in calls:
-                with pytest.raises(EngineDead, match="exit code -9"):
-                    await call
-        await assert_dead(client)
-        await client.close()
-        assert not link._folder.path.exists()
-
-    asyncio.run(go())
+    client = await start_process(ARGS)
+    link: Any = client._link
+    readers = await open_streams(client, 3)
+    os.kill(link.pid, signal.SIGSTOP)  # so that the first call is not answered any more
+    calls = [asyncio.create_task(client.stats())]
+    await asyncio.sleep(0.05)
+    os.kill(link.pid, signal.SIGKILL)
+    time.sleep(0.1)  # the event loop does not see it yet, ZeroMQ does
+    assert client.alive
+    async with asyncio.timeout(PATIENCE_S):
+        calls.append(asyncio.create_task(client.stats()))
+        assert await outcome(client.generate(request_of())) == "dead"
+        assert await asyncio.gather(*readers) == ["dead"] * 3
+        for call in calls:
+            with pytest.raises(EngineDead, match="exit code -9"):
+                await call
+    await assert_dead(client)
+    await client.close()
+    assert not link._folder.path.exists()
 
 
-def test_a_start_that_is_cancelled(
+async def test_a_start_that_is_cancelled(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process ends by itself, without an engine, and nothing is left."""
     monkeypatch.setattr(client_module, "CLOSE_S", PATIENCE_S)
     monkeypatch.setattr(process_module, "END_S", PATIENCE_S)
-
-    async def go() -> None:
-        others = set(multiprocessing.active_children())
-        starting = asyncio.create_task(start_process(ARGS))
-        async with asyncio.timeout(PATIENCE_S):
-            while not (begun := set(multiprocessing.active_children()) - others):
-                await asyncio.sleep(0.01)
-        (process,) = begun
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        assert not process.is_alive() and process.exitcode == 0
-
-    asyncio.run(go())
+    others = set(multiprocessing.active_children())
+    starting = asyncio.create_task(start_process(ARGS))
+    async with asyncio.timeout(PATIENCE_S):
+        while not (begun := set(multiprocessing.active_children()) - others):
+            await asyncio.sleep(0.01)
+    (process,) = begun
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not process.is_alive() and process.exitcode == 0
     assert not caplog.records
 
 
-def test_an_engine_that_fails_ends_open_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_fails_ends_open_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception in its thread is told to everybody who waits."""
+    client = await start_in_process(ARGS)
+    readers = await open_streams(client, 2)
 
-    async def go() -> None:
-        client = await start_in_process(ARGS)
-        readers = await open_streams(client, 2)
+    def step(engine: Engine) -> None:
+        for request_id in list(engine.scheduler._by_id):
+            engine.scheduler.abort(request_id)
+        raise RuntimeError("out of luck")
 
-        def step(engine: Engine) -> None:
-            for request_id in list(engine.scheduler._by_id):
-                engine.scheduler.abort(request_id)
-            raise RuntimeError("out of luck")
-
-        monkeypatch.setattr(Engine, "step", step)
-        async with asyncio.timeout(PATIENCE_S):
-            assert await asyncio.gather(*readers) == ["dead"] * 2
-        with pytest.raises(EngineDead, match="out of luck"):
-            await client.stats()
-        await client.close()
-
-    asyncio.run(go())
+    monkeypatch.setattr(Engine, "step", step)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await asyncio.gather(*readers) == ["dead"] * 2
+    with pytest.raises(EngineDead, match="out of luck"):
+        await client.stats()
+    await client.close()
 
 
 @pytest.mark.parametrize(
@@ -575,7 +563,7 @@ def test_an_engine_that_fails_ends_open_streams(monkeypatch: pytest.MonkeyPatch)
     ],
     ids=["runner-thread", "runner-process"],
 )
-def test_a_failed_start(
+async def test_a_failed_start(
     start: Start, options: dict[str, int], param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The typed error arrives, and nothing is left of the attempt."""
@@ -586,17 +574,13 @@ def test_a_failed_start(
         return clients[-1]
 
     monkeypatch.setattr(sys.modules[start.__module__], "LinkClient", make)
-
-    async def go() -> None:
-        with pytest.raises(ConfigError) as caught:
-            await start(engine_args(str(BASE), num_threads=1, **options))
-        assert caught.value.param == param
-        (client,) = clients
-        link: Any = client._link
-        assert not client.alive
-        if start is start_process:
-            assert not link._process.is_alive() and not link._folder.path.exists()
-        else:
-            assert not link._thread.is_alive()
-
-    asyncio.run(go())
+    with pytest.raises(ConfigError) as caught:
+        await start(engine_args(str(BASE), num_threads=1, **options))
+    assert caught.value.param == param
+    (client,) = clients
+    link: Any = client._link
+    assert not client.alive
+    if start is start_process:
+        assert not link._process.is_alive() and not link._folder.path.exists()
+    else:
+        assert not link._thread.is_alive()

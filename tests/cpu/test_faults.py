@@ -95,56 +95,50 @@ async def ends(client: LinkClient, number: int, ref: AdapterRef | None) -> tuple
     return TOKENIZER.decode(tokens, skip_special_tokens=True), events[-1]
 
 
-def test_broken_adapters_beside_good_traffic(tmp_path: Path) -> None:
+async def test_broken_adapters_beside_good_traffic(tmp_path: Path) -> None:
     """Each request of a broken one ends with the reason; registrations that fail do no harm.
 
     Registering the broken folders again fails, but for those that hold another adapter now.
     """
     folders = distinct_copies(tmp_path)
-
-    async def go() -> None:
-        client = await start_in_process(ARGS)
-        broken = [await register(client, folder) for folder in folders]
-        good = [await register(client, ADAPTERS[n]) for n in ("upper", "reverse", "sort")]
-        for i, folder in enumerate(folders):
-            FAULTS[i % len(FAULTS)][0](folder)
-        served = [*good, None]
-        many = [served[i % len(served)] for i in range(NUM_BROKEN)]
-        mixed = [ref for pair in zip(broken, many, strict=True) for ref in pair]
-        unfit = [
-            client.hold(AdapterSource(str(folder)), "unfit") for folder in folders[: len(FAULTS)]
-        ]
-        results, refusals = await asyncio.gather(
-            asyncio.gather(*(ends(client, i, ref) for i, ref in enumerate(mixed))),
-            asyncio.gather(*unfit, return_exceptions=True),
-        )
-        refused = [isinstance(refusal, AdapterError) for refusal in refusals]
-        assert refused == [fault is not other for fault, _ in FAULTS]
-        for i, (text, last) in enumerate(results[::2]):
-            assert text == "" and last.finish_reason == "error" and last.error is not None
-            error = from_wire(last.error)
-            assert type(error) is AdapterUnavailable
-            assert FAULTS[i % len(FAULTS)][1] in error.message
-        for ref, (text, last) in zip(many, results[1::2], strict=True):
-            assert text == answer(ref.name if ref else None, "hello")
-            assert last.finish_reason == "stop"
-        stats = await client.stats()
-        assert stats.finished == {"stop": NUM_BROKEN, "error": NUM_BROKEN}
-        assert stats.adapter_loads == len(good), "what is broken took nothing from the others"
-        assert stats.adapters.keys() == {ref.digest for ref in good}
-        assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
-        for ref in (*broken, *good):
-            await client.release(ref.digest, ref.name)
-        await client.release(good[0].digest, "unfit")
-        await ends(client, 0, None)
-        stats = await client.stats()
-        assert (stats.host_adapters, stats.adapter_bytes, stats.adapters) == ((), 0, {})
-        await client.close()
-
-    asyncio.run(go())
+    client = await start_in_process(ARGS)
+    broken = [await register(client, folder) for folder in folders]
+    good = [await register(client, ADAPTERS[n]) for n in ("upper", "reverse", "sort")]
+    for i, folder in enumerate(folders):
+        FAULTS[i % len(FAULTS)][0](folder)
+    served = [*good, None]
+    many = [served[i % len(served)] for i in range(NUM_BROKEN)]
+    mixed = [ref for pair in zip(broken, many, strict=True) for ref in pair]
+    unfit = [client.hold(AdapterSource(str(folder)), "unfit") for folder in folders[: len(FAULTS)]]
+    results, refusals = await asyncio.gather(
+        asyncio.gather(*(ends(client, i, ref) for i, ref in enumerate(mixed))),
+        asyncio.gather(*unfit, return_exceptions=True),
+    )
+    refused = [isinstance(refusal, AdapterError) for refusal in refusals]
+    assert refused == [fault is not other for fault, _ in FAULTS]
+    for i, (text, last) in enumerate(results[::2]):
+        assert text == "" and last.finish_reason == "error" and last.error is not None
+        error = from_wire(last.error)
+        assert type(error) is AdapterUnavailable
+        assert FAULTS[i % len(FAULTS)][1] in error.message
+    for ref, (text, last) in zip(many, results[1::2], strict=True):
+        assert text == answer(ref.name if ref else None, "hello")
+        assert last.finish_reason == "stop"
+    stats = await client.stats()
+    assert stats.finished == {"stop": NUM_BROKEN, "error": NUM_BROKEN}
+    assert stats.adapter_loads == len(good), "what is broken took nothing from the others"
+    assert stats.adapters.keys() == {ref.digest for ref in good}
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
+    for ref in (*broken, *good):
+        await client.release(ref.digest, ref.name)
+    await client.release(good[0].digest, "unfit")
+    await ends(client, 0, None)
+    stats = await client.stats()
+    assert (stats.host_adapters, stats.adapter_bytes, stats.adapters) == ((), 0, {})
+    await client.close()
 
 
-def test_what_was_registered_is_served_from_its_image(tmp_path: Path) -> None:
+async def test_what_was_registered_is_served_from_its_image(tmp_path: Path) -> None:
     """Folders break, and images do; who has neither gets the reason, all others their answers."""
     folders = {
         name: Path(shutil.copytree(ADAPTERS[name], tmp_path / name))
@@ -152,28 +146,24 @@ def test_what_was_registered_is_served_from_its_image(tmp_path: Path) -> None:
     }
     cache = tmp_path / "cache"
     args = replace(ARGS, lora=replace(ARGS.lora, adapter_cache_dir=str(cache)))
-
-    async def go() -> None:
-        client = await start_in_process(args)
-        infos = {n: await client.hold(AdapterSource(str(f)), n) for n, f in folders.items()}
-        refs = {name: ref_of(folders[name], info) for name, info in infos.items()}
-        while len(list(cache.glob("*.image"))) < len(refs):
-            await asyncio.sleep(0.01)
-        image_of = {n: next(cache.glob(f"{ref.digest}*")) for n, ref in refs.items()}
-        gone(folders["caesar"])
-        corrupt(folders["upper"])
-        for name in ("upper", "reverse"):
-            os.truncate(image_of[name], 5000)
-        ended = await asyncio.gather(*(ends(client, n, refs[n]) for n in folders))
-        (caesar, _), (_, upper), (reverse, _) = ended
-        assert caesar == answer("caesar", "hello") and reverse == answer("reverse", "hello")
-        assert upper.error is not None and "changed on disk" in from_wire(upper.error).message
-        await client.release(refs["caesar"].digest, "caesar")
-        source = AdapterSource(str(folders["caesar"]), refs["caesar"].digest)
-        again = await client.hold(source, "caesar")
-        assert again == infos["caesar"], "as when the engine is started again"
-        stats = await client.stats()
-        assert stats.tiers["disk"].errors == 2 and stats.tiers["disk"].hits == 2
-        await client.close()
-
-    asyncio.run(go())
+    client = await start_in_process(args)
+    infos = {n: await client.hold(AdapterSource(str(f)), n) for n, f in folders.items()}
+    refs = {name: ref_of(folders[name], info) for name, info in infos.items()}
+    while len(list(cache.glob("*.image"))) < len(refs):
+        await asyncio.sleep(0.01)
+    image_of = {n: next(cache.glob(f"{ref.digest}*")) for n, ref in refs.items()}
+    gone(folders["caesar"])
+    corrupt(folders["upper"])
+    for name in ("upper", "reverse"):
+        os.truncate(image_of[name], 5000)
+    ended = await asyncio.gather(*(ends(client, n, refs[n]) for n in folders))
+    (caesar, _), (_, upper), (reverse, _) = ended
+    assert caesar == answer("caesar", "hello") and reverse == answer("reverse", "hello")
+    assert upper.error is not None and "changed on disk" in from_wire(upper.error).message
+    await client.release(refs["caesar"].digest, "caesar")
+    source = AdapterSource(str(folders["caesar"]), refs["caesar"].digest)
+    again = await client.hold(source, "caesar")
+    assert again == infos["caesar"], "as when the engine is started again"
+    stats = await client.stats()
+    assert stats.tiers["disk"].errors == 2 and stats.tiers["disk"].hits == 2
+    await client.close()

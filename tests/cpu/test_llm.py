@@ -570,18 +570,14 @@ def test_an_adapter_from_the_hub(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
         assert caught.value.param == "lora_path"
 
 
-def test_in_a_notebook(make_llm: MakeLLM) -> None:
+async def test_in_a_notebook(make_llm: MakeLLM) -> None:
     """All of it works where an event loop is running already."""
-
-    async def cell() -> None:
-        llm = make_llm(adapters={"a": ADAPTERS["upper"]})
-        assert texts(llm.chat([ask("hello")] * 2, GREEDY, ["a", None])) == ["HELLO", "hello?"]
-        llm.load_adapter("a", ADAPTERS["reverse"], replace=True)
-        assert texts(llm.chat(ask("hello"), GREEDY, "a")) == ["olleh"]
-        llm.unload_adapter("a")
-        assert_forgotten(llm)
-
-    asyncio.run(cell())
+    llm = make_llm(adapters={"a": ADAPTERS["upper"]})
+    assert texts(llm.chat([ask("hello")] * 2, GREEDY, ["a", None])) == ["HELLO", "hello?"]
+    llm.load_adapter("a", ADAPTERS["reverse"], replace=True)
+    assert texts(llm.chat(ask("hello"), GREEDY, "a")) == ["olleh"]
+    llm.unload_adapter("a")
+    assert_forgotten(llm)
 
 
 def test_its_client_serves_several_requests_at_a_time(llm: LLM) -> None:

@@ -67,22 +67,19 @@ def test_each_pass_makes_a_few_calls_of_each_tenant(waves: list[list[str]], most
     asyncio.run(scenario())
 
 
-def test_who_waits_no_more_takes_no_turn() -> None:
-    async def scenario() -> None:
-        calls = FairCalls(1, 1)
-        taken: list[int] = []
+async def test_who_waits_no_more_takes_no_turn() -> None:
+    calls = FairCalls(1, 1)
+    taken: list[int] = []
 
-        async def take(number: int) -> None:
-            await calls.turn("a")
-            taken.append(number)
+    async def take(number: int) -> None:
+        await calls.turn("a")
+        taken.append(number)
 
-        tasks = [asyncio.create_task(take(number)) for number in range(4)]
-        await asyncio.sleep(0)
-        tasks[2].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert taken == [0, 1, 3]
-
-    asyncio.run(scenario())
+    tasks = [asyncio.create_task(take(number)) for number in range(4)]
+    await asyncio.sleep(0)
+    tasks[2].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert taken == [0, 1, 3]
 
 
 @given(

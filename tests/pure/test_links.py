@@ -128,58 +128,51 @@ async def started(engine: PretendedSupervisor, client: LinkClient, link: TcpLink
     await starting
 
 
-def test_requests_run_over_a_link_until_the_engine_dies(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with linked(tmp_path) as (engine, own, client, link):
-            await started(engine, client, link)
-            assert link.node == "a" and client.info == INFO
-            await until(lambda: link.report is not None)
-            info = await client.hold(AdapterSource("/x", "ab"), "name")
-            assert info.digest == "ab" and engine.held == {("ab", "me/name")}
-            events = client.generate(asked("r"))
-            first = asyncio.create_task(anext(events))
-            await until(lambda: "r" in engine.open)
-            engine.open["r"](TokenEvent("r", [7]))
-            assert (await first).token_ids == [7]
-            own.drain(True)
-            await until(lambda: link.report is not None and link.report.draining)
-            engine.alive, engine.death = False, EngineDead("exit code 1")
-            engine.on_pulse()
-            with pytest.raises(EngineDead, match="exit code 1"):
-                await anext(events)
-            assert not engine.open and own.report is None
-
-    asyncio.run(test())
+async def test_requests_run_over_a_link_until_the_engine_dies(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (engine, own, client, link):
+        await started(engine, client, link)
+        assert link.node == "a" and client.info == INFO
+        await until(lambda: link.report is not None)
+        info = await client.hold(AdapterSource("/x", "ab"), "name")
+        assert info.digest == "ab" and engine.held == {("ab", "me/name")}
+        events = client.generate(asked("r"))
+        first = asyncio.create_task(anext(events))
+        await until(lambda: "r" in engine.open)
+        engine.open["r"](TokenEvent("r", [7]))
+        assert (await first).token_ids == [7]
+        own.drain(True)
+        await until(lambda: link.report is not None and link.report.draining)
+        engine.alive, engine.death = False, EngineDead("exit code 1")
+        engine.on_pulse()
+        with pytest.raises(EngineDead, match="exit code 1"):
+            await anext(events)
+        assert not engine.open and own.report is None
 
 
-def test_what_a_client_does_not_ask_for_again_is_released(
+async def test_what_a_client_does_not_ask_for_again_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new link begins with nothing, so nobody would release what was held over the old one."""
-
-    async def test() -> None:
-        async with linked(tmp_path) as (engine, _, client, link):
-            await started(engine, client, link)
-            for digest in ("ab", "cd"):
-                await client.hold(AdapterSource("/x", digest), "name")
-            await client.close()
-            context, client = zmq.asyncio.Context(), LinkClient()
-            link = TcpLink(context, link.address, link_key(tmp_path), "me", client, Patience())
-            await started(engine, client, link)
-            await client.hold(AdapterSource("/x", "ab"), "name")
-            assert len(engine.held) == 2, "it might have been cut off only"
-            monkeypatch.setattr("weft.fleet.listener.KEPT_S", 0.0)
-            await until(lambda: engine.held == {("ab", "me/name")})
-            engine.alive, engine.death = False, EngineDead("exit code 1")
-            engine.on_pulse()
-            await until(lambda: not engine.held)  # else the next engine is told to hold it
-            await client.close()
-            context.term()
-
-    asyncio.run(test())
+    async with linked(tmp_path) as (engine, _, client, link):
+        await started(engine, client, link)
+        for digest in ("ab", "cd"):
+            await client.hold(AdapterSource("/x", digest), "name")
+        await client.close()
+        context, client = zmq.asyncio.Context(), LinkClient()
+        link = TcpLink(context, link.address, link_key(tmp_path), "me", client, Patience())
+        await started(engine, client, link)
+        await client.hold(AdapterSource("/x", "ab"), "name")
+        assert len(engine.held) == 2, "it might have been cut off only"
+        monkeypatch.setattr("weft.fleet.listener.KEPT_S", 0.0)
+        await until(lambda: engine.held == {("ab", "me/name")})
+        engine.alive, engine.death = False, EngineDead("exit code 1")
+        engine.on_pulse()
+        await until(lambda: not engine.held)  # else the next engine is told to hold it
+        await client.close()
+        context.term()
 
 
-def test_a_suspect_whose_client_leaves_is_not_tried_any_more(tmp_path: Path) -> None:
+async def test_a_suspect_whose_client_leaves_is_not_tried_any_more(tmp_path: Path) -> None:
     """It may wait for its turn until then, and an engine would die of it for nobody."""
 
     class Suspecting(PretendedSupervisor):
@@ -196,19 +189,16 @@ def test_a_suspect_whose_client_leaves_is_not_tried_any_more(tmp_path: Path) -> 
             finally:
                 self.waiting -= 1
 
-    async def test() -> None:
-        engine = Suspecting()
-        async with linked(tmp_path, engine=engine) as (_, _own, client, link):
-            await started(engine, client, link)
-            readers = [asyncio.create_task(anext(client.generate(asked(name)))) for name in "ab"]
-            await until(lambda: engine.waiting == 2)
-            readers[0].cancel()
-            await until(lambda: engine.waiting == 1)
-            await client.close()
-            await until(lambda: engine.waiting == 0)
-            await asyncio.gather(*readers, return_exceptions=True)
-
-    asyncio.run(test())
+    engine = Suspecting()
+    async with linked(tmp_path, engine=engine) as (_, _own, client, link):
+        await started(engine, client, link)
+        readers = [asyncio.create_task(anext(client.generate(asked(name)))) for name in "ab"]
+        await until(lambda: engine.waiting == 2)
+        readers[0].cancel()
+        await until(lambda: engine.waiting == 1)
+        await client.close()
+        await until(lambda: engine.waiting == 0)
+        await asyncio.gather(*readers, return_exceptions=True)
 
 
 def refused() -> bytes:
@@ -219,52 +209,42 @@ def refused() -> bytes:
 
 
 @pytest.mark.parametrize("parts", [[refused()], [b"\xc1"], [b"", b""]])
-def test_who_is_not_understood_is_dropped_and_heard_again_over_a_new_link(
+async def test_who_is_not_understood_is_dropped_and_heard_again_over_a_new_link(
     parts: list[bytes], tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        async with linked(tmp_path) as (engine, own, client, link):
-            await started(engine, client, link)
-            await link._socket.send_multipart(parts)
-            await until(lambda: not own.listener.clients)
-            link._put(Hello("me"))
-            await until(lambda: own.listener.clients == {"me"})
-
-    asyncio.run(test())
+    async with linked(tmp_path) as (engine, own, client, link):
+        await started(engine, client, link)
+        await link._socket.send_multipart(parts)
+        await until(lambda: not own.listener.clients)
+        link._put(Hello("me"))
+        await until(lambda: own.listener.clients == {"me"})
 
 
-def test_silent_nodes_are_dropped_though_one_could_not_be(
+async def test_silent_nodes_are_dropped_though_one_could_not_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weft.fleet.listener.MAX_SILENT", 1)
+    async with linked(tmp_path) as (engine, own, client, link):
+        await started(engine, client, link)
+        drop, errors = own.listener._drop, [RuntimeError()]
 
-    async def test() -> None:
-        async with linked(tmp_path) as (engine, own, client, link):
-            await started(engine, client, link)
-            drop, errors = own.listener._drop, [RuntimeError()]
+        def drop_next_time(session: Session) -> None:
+            if errors:
+                raise errors.pop()
+            drop(session)
 
-            def drop_next_time(session: Session) -> None:
-                if errors:
-                    raise errors.pop()
-                drop(session)
-
-            monkeypatch.setattr(own.listener, "_drop", drop_next_time)
-            await until(lambda: not own.listener.clients)
-
-    asyncio.run(test())
+        monkeypatch.setattr(own.listener, "_drop", drop_next_time)
+        await until(lambda: not own.listener.clients)
 
 
-def test_a_link_whose_message_can_not_be_taken_ends(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with linked(tmp_path) as (engine, own, client, link):
-            await started(engine, client, link)
-            (session,) = own.listener._sessions.values()
-            own.listener._send(session, b"\xc1")
-            async with asyncio.timeout(PATIENCE_S):
-                error = await client.ended()
-            assert error.message == "a message of node a could not be taken"
-
-    asyncio.run(test())
+async def test_a_link_whose_message_can_not_be_taken_ends(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (engine, own, client, link):
+        await started(engine, client, link)
+        (session,) = own.listener._sessions.values()
+        own.listener._send(session, b"\xc1")
+        async with asyncio.timeout(PATIENCE_S):
+            error = await client.ended()
+        assert error.message == "a message of node a could not be taken"
 
 
 class SilentLink:
@@ -284,22 +264,19 @@ class SilentLink:
 
 
 @pytest.mark.parametrize("followed", [False, True])
-def test_a_request_that_finds_the_link_broken_ends_with_that(followed: bool) -> None:
-    async def test() -> None:
-        client, link = LinkClient(), SilentLink()
-        client.dispatch(Started(INFO))
-        await client.start(link)
-        link.broken_for = client
-        if followed:
-            got: list[TokenEvent | WeftError] = []
-            client.follow(asked("r"), got.append)
-            assert [str(each) for each in got] == ["it takes no messages"]
-        else:
-            with pytest.raises(EngineDead, match="takes no messages"):
-                async with asyncio.timeout(PATIENCE_S):
-                    await anext(client.generate(asked("r")))
-
-    asyncio.run(test())
+async def test_a_request_that_finds_the_link_broken_ends_with_that(followed: bool) -> None:
+    client, link = LinkClient(), SilentLink()
+    client.dispatch(Started(INFO))
+    await client.start(link)
+    link.broken_for = client
+    if followed:
+        got: list[TokenEvent | WeftError] = []
+        client.follow(asked("r"), got.append)
+        assert [str(each) for each in got] == ["it takes no messages"]
+    else:
+        with pytest.raises(EngineDead, match="takes no messages"):
+            async with asyncio.timeout(PATIENCE_S):
+                await anext(client.generate(asked("r")))
 
 
 HAPPENINGS = ("a token", "the reader's turn", "it is left", "the engine dies", "the last token")
@@ -356,94 +333,77 @@ def test_a_stream_is_what_came_before_its_end_however_late_it_is_read(
 @pytest.mark.parametrize(
     ("in_groups", "sizes"), [(False, [1] * 40), (True, [1, GROUP, GROUP, 39 - 2 * GROUP])]
 )
-def test_a_reader_of_groups_is_woken_for_the_first_token_and_then_for_many(
+async def test_a_reader_of_groups_is_woken_for_the_first_token_and_then_for_many(
     in_groups: bool, sizes: list[int]
 ) -> None:
     """The last token is never waited for."""
+    client = LinkClient()
+    client.dispatch(Started(INFO))
+    await client.start(SilentLink())
+    got: list[list[int]] = []
 
-    async def test() -> None:
-        client = LinkClient()
-        client.dispatch(Started(INFO))
-        await client.start(SilentLink())
-        got: list[list[int]] = []
+    async def read() -> None:
+        got.extend([e.token_ids async for e in client.generate(asked("r", in_groups))])
 
-        async def read() -> None:
-            got.extend([e.token_ids async for e in client.generate(asked("r", in_groups))])
-
-        reading = asyncio.create_task(read())
-        for number in range(40):
-            await asyncio.sleep(0)
-            reason = "length" if number == 39 else None
-            client.dispatch(Tokens([TokenEvent("r", [number], finish_reason=reason)]))
-            await asyncio.sleep(0)
-        await reading
-        assert [len(ids) for ids in got] == sizes
-        assert [token for ids in got for token in ids] == [*range(40)]
-
-    asyncio.run(test())
-
-
-def test_silence_is_taken_for_a_hang_and_only_by_those_who_listen(tmp_path: Path) -> None:
-    """The node ends what it has for a client that is silent."""
-
-    async def test() -> None:
-        async with linked(tmp_path) as (engine, own, client, link):
-            await started(engine, client, link)
-            events = client.generate(asked("r"))
-            waiting = asyncio.create_task(anext(events))
-            await until(lambda: "r" in engine.open)
-            await asyncio.sleep(10 * REPORT_S)  # nobody ticks: nobody is blamed
-            assert client.alive
-            for _ in range(10):
-                link.tick()
-            with pytest.raises(EngineDead, match="sign of life"):
-                await waiting
-            await until(lambda: not engine.open)
-            for _ in range(10):
-                own.tick()
-            assert own.report is None
-
-    asyncio.run(test())
-
-
-def test_a_closed_link_is_seen_at_once(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with linked(tmp_path) as (engine, own, client, link):
-            await started(engine, client, link)
-            await own.listener.close()
-            async with asyncio.timeout(PATIENCE_S):
-                assert isinstance(await client.ended(), EngineDead)
-
-    asyncio.run(test())
-
-
-def test_a_link_whose_end_is_cancelled_holds_up_nothing(tmp_path: Path) -> None:
-    async def test() -> None:
-        context = zmq.asyncio.Context()
-        key = key_of(tmp_path, "secret " * 8)
-        link = TcpLink(context, "127.0.0.1:1", key, "me", LinkClient(), Patience())
-        ending = asyncio.create_task(link.join(0))
+    reading = asyncio.create_task(read())
+    for number in range(40):
         await asyncio.sleep(0)
-        ending.cancel()
-        await asyncio.gather(ending, return_exceptions=True)
-        assert link._socket.closed and link._monitor.closed
-        context.term()
-
-    asyncio.run(test())
-
-
-def test_nobody_is_let_in_without_the_key(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with linked(tmp_path, "another secret " * 5) as (engine, _, client, link):
-            with suppress(EngineDead):
-                async with asyncio.timeout(10 * REPORT_S):
-                    await started(engine, client, link)
-            assert not link.node and link.report is None
-
-    asyncio.run(test())
+        reason = "length" if number == 39 else None
+        client.dispatch(Tokens([TokenEvent("r", [number], finish_reason=reason)]))
+        await asyncio.sleep(0)
+    await reading
+    assert [len(ids) for ids in got] == sizes
+    assert [token for ids in got for token in ids] == [*range(40)]
 
 
-def test_an_address_at_which_no_node_answers_is_named_once(
+async def test_silence_is_taken_for_a_hang_and_only_by_those_who_listen(tmp_path: Path) -> None:
+    """The node ends what it has for a client that is silent."""
+    async with linked(tmp_path) as (engine, own, client, link):
+        await started(engine, client, link)
+        events = client.generate(asked("r"))
+        waiting = asyncio.create_task(anext(events))
+        await until(lambda: "r" in engine.open)
+        await asyncio.sleep(10 * REPORT_S)  # nobody ticks: nobody is blamed
+        assert client.alive
+        for _ in range(10):
+            link.tick()
+        with pytest.raises(EngineDead, match="sign of life"):
+            await waiting
+        await until(lambda: not engine.open)
+        for _ in range(10):
+            own.tick()
+        assert own.report is None
+
+
+async def test_a_closed_link_is_seen_at_once(tmp_path: Path) -> None:
+    async with linked(tmp_path) as (engine, own, client, link):
+        await started(engine, client, link)
+        await own.listener.close()
+        async with asyncio.timeout(PATIENCE_S):
+            assert isinstance(await client.ended(), EngineDead)
+
+
+async def test_a_link_whose_end_is_cancelled_holds_up_nothing(tmp_path: Path) -> None:
+    context = zmq.asyncio.Context()
+    key = key_of(tmp_path, "secret " * 8)
+    link = TcpLink(context, "127.0.0.1:1", key, "me", LinkClient(), Patience())
+    ending = asyncio.create_task(link.join(0))
+    await asyncio.sleep(0)
+    ending.cancel()
+    await asyncio.gather(ending, return_exceptions=True)
+    assert link._socket.closed and link._monitor.closed
+    context.term()
+
+
+async def test_nobody_is_let_in_without_the_key(tmp_path: Path) -> None:
+    async with linked(tmp_path, "another secret " * 5) as (engine, _, client, link):
+        with suppress(EngineDead):
+            async with asyncio.timeout(10 * REPORT_S):
+                await started(engine, client, link)
+        assert not link.node and link.report is None
+
+
+async def test_an_address_at_which_no_node_answers_is_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As when that node has another key."""
@@ -456,23 +416,19 @@ def test_an_address_at_which_no_node_answers_is_named_once(
         return TcpLink(*args)
 
     monkeypatch.setattr("weft.fleet.members.TcpLink", link)
-
-    async def test() -> None:
-        async with linked(tmp_path) as (_, own, _, _):
-            path = tmp_path / "nodes"
-            path.write_text(f"127.0.0.1:{own.listener.port}\n")
-            fleet = FleetClient()
-            members = Members(str(path), key_of(tmp_path, "another secret " * 5), "", fleet)
-            await until(lambda: len(tries) > 4)
-            await members.close()
-            await fleet.close()
-            silent = f"answers at 127.0.0.1:{own.listener.port} so far"
-            assert caplog.text.count(silent) == 1
-
-    asyncio.run(test())
+    async with linked(tmp_path) as (_, own, _, _):
+        path = tmp_path / "nodes"
+        path.write_text(f"127.0.0.1:{own.listener.port}\n")
+        fleet = FleetClient()
+        members = Members(str(path), key_of(tmp_path, "another secret " * 5), "", fleet)
+        await until(lambda: len(tries) > 4)
+        await members.close()
+        await fleet.close()
+        silent = f"answers at 127.0.0.1:{own.listener.port} so far"
+        assert caplog.text.count(silent) == 1
 
 
-def test_no_request_is_to_blame_for_nodes_that_are_taken_off_the_list(
+async def test_no_request_is_to_blame_for_nodes_that_are_taken_off_the_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As when pods are replaced while it runs. A process that ends itself loses no node by that."""
@@ -485,86 +441,71 @@ def test_no_request_is_to_blame_for_nodes_that_are_taken_off_the_list(
         await fleet.until_joined()
         return (await anext(fleet.generate(asked("r")))).token_ids
 
-    async def test() -> None:
-        fleet = FleetClient()
-        members = Members(str(path), link_key(tmp_path), "", fleet)
-        reading = asyncio.create_task(first_token(fleet))
-        for number in range(3):
-            async with linked(tmp_path) as (engine, own, _, _):
+    fleet = FleetClient()
+    members = Members(str(path), link_key(tmp_path), "", fleet)
+    reading = asyncio.create_task(first_token(fleet))
+    for number in range(3):
+        async with linked(tmp_path) as (engine, own, _, _):
 
-                def has_it(engine: PretendedSupervisor = engine) -> bool:
-                    engine.on_pulse()
-                    return bool(engine.open) or reading.done()
+            def has_it(engine: PretendedSupervisor = engine) -> bool:
+                engine.on_pulse()
+                return bool(engine.open) or reading.done()
 
-                path.write_text(f"127.0.0.1:{own.listener.port}\n")
-                await until(has_it)
-                if number == 2:
-                    [(name, put)] = engine.open.items()
-                    put(TokenEvent(name, [7], num_tokens=3))
-                    assert await reading == [7]
-                    await members.close()
-                else:
-                    path.write_text("")
-                    await until(lambda: not fleet.nodes)
-        await fleet.close()
-        assert caplog.text.count("node a is lost") == 2
-
-    asyncio.run(test())
+            path.write_text(f"127.0.0.1:{own.listener.port}\n")
+            await until(has_it)
+            if number == 2:
+                [(name, put)] = engine.open.items()
+                put(TokenEvent(name, [7], num_tokens=3))
+                assert await reading == [7]
+                await members.close()
+            else:
+                path.write_text("")
+                await until(lambda: not fleet.nodes)
+    await fleet.close()
+    assert caplog.text.count("node a is lost") == 2
 
 
-def test_nodes_meet_over_ipv6(tmp_path: Path) -> None:
+async def test_nodes_meet_over_ipv6(tmp_path: Path) -> None:
     try:
         with socket.socket(socket.AF_INET6) as there:
             there.bind(("::1", 0))
     except OSError:
         pytest.skip("this machine has no IPv6")
-
-    async def test() -> None:
-        async with linked(tmp_path, host="[::1]") as (engine, _, client, link):
-            await started(engine, client, link)
-            assert link.node == "a"
-
-    asyncio.run(test())
+    async with linked(tmp_path, host="[::1]") as (engine, _, client, link):
+        await started(engine, client, link)
+        assert link.node == "a"
 
 
-def test_an_address_at_which_no_node_can_be_is_named(
+async def test_an_address_at_which_no_node_can_be_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "nodes"
     path.write_text("a b:7070\n")
-
-    async def test() -> None:
-        fleet = FleetClient()
-        members = Members(str(path), link_key(tmp_path), "", fleet)
-        await until(lambda: "'a b:7070': Invalid argument" in caplog.text)
-        await members.close()
-        await fleet.close()
-
-    asyncio.run(test())
+    fleet = FleetClient()
+    members = Members(str(path), link_key(tmp_path), "", fleet)
+    await until(lambda: "'a b:7070': Invalid argument" in caplog.text)
+    await members.close()
+    await fleet.close()
 
 
-def test_a_list_of_nodes_is_read_again_after_one_that_is_no_text(
+async def test_a_list_of_nodes_is_read_again_after_one_that_is_no_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("weft.fleet.members.READ_S", 0.01)
     path = tmp_path / "nodes"
     path.write_bytes(b"\xff:7070\n")
-
-    async def test() -> None:
-        fleet = FleetClient()
-        members = Members(str(path), link_key(tmp_path), "", fleet)
-        await until(lambda: "can't decode byte 0xff" in caplog.text)
-        await asyncio.sleep(0.1)  # it is read several times
-        assert caplog.text.count("can't decode byte 0xff") == 1
-        path.write_text("a b:7070\n")
-        await until(lambda: "'a b:7070': Invalid argument" in caplog.text)
-        await members.close()
-        await fleet.close()
-
-    asyncio.run(test())
+    fleet = FleetClient()
+    members = Members(str(path), link_key(tmp_path), "", fleet)
+    await until(lambda: "can't decode byte 0xff" in caplog.text)
+    await asyncio.sleep(0.1)  # it is read several times
+    assert caplog.text.count("can't decode byte 0xff") == 1
+    path.write_text("a b:7070\n")
+    await until(lambda: "'a b:7070': Invalid argument" in caplog.text)
+    await members.close()
+    await fleet.close()
 
 
-def test_nodes_are_sought_again_after_errors_of_any_kind(
+async def test_nodes_are_sought_again_after_errors_of_any_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as when there is no room for a thread, or there are too many open files."""
@@ -585,33 +526,26 @@ def test_nodes_are_sought_again_after_errors_of_any_kind(
     monkeypatch.setattr("weft.fleet.members.READ_S", 0.01)
     monkeypatch.setattr("weft.fleet.members.read_addresses", read)
     monkeypatch.setattr("weft.fleet.members.TcpLink", link)
-
-    async def test() -> None:
-        fleet = FleetClient()
-        members = Members("nodes", link_key(tmp_path), "", fleet)
-        await until(lambda: bool(made))
-        made[0].tick = lambda: 1 / 0
-        await until(lambda: len(made) > 1)
-        await members.close()
-        await fleet.close()
-
-    asyncio.run(test())
+    fleet = FleetClient()
+    members = Members("nodes", link_key(tmp_path), "", fleet)
+    await until(lambda: bool(made))
+    made[0].tick = lambda: 1 / 0
+    await until(lambda: len(made) > 1)
+    await members.close()
+    await fleet.close()
 
 
-def test_an_engine_is_started_again_though_nobody_could_be_told_of_its_death() -> None:
-    async def test() -> None:
-        async def start(args: EngineArgs) -> LinkClient:
-            client = LinkClient()
-            client.dispatch(Started(INFO))
-            return await client.start(SilentLink())
+async def test_an_engine_is_started_again_though_nobody_could_be_told_of_its_death() -> None:
+    async def start(args: EngineArgs) -> LinkClient:
+        client = LinkClient()
+        client.dispatch(Started(INFO))
+        return await client.start(SilentLink())
 
-        supervisor = await start_supervised(EngineArgs(ModelArgs("m")), start, watchdog_s=0)
-        supervisor.on_pulse = lambda: 1 / 0
-        supervisor._engine.died(EngineDead("exit code 1"))
-        await until(lambda: supervisor.restarts == 1)
-        await supervisor.close()
-
-    asyncio.run(test())
+    supervisor = await start_supervised(EngineArgs(ModelArgs("m")), start, watchdog_s=0)
+    supervisor.on_pulse = lambda: 1 / 0
+    supervisor._engine.died(EngineDead("exit code 1"))
+    await until(lambda: supervisor.restarts == 1)
+    await supervisor.close()
 
 
 def test_a_process_is_heard_after_a_report_that_could_not_be_taken() -> None:
@@ -646,7 +580,7 @@ def test_addresses_come_from_a_file_or_dns(tmp_path: Path) -> None:
         asyncio.run(read_addresses(str(path)))
 
 
-def test_what_a_node_fetches_for_others_holds_up_nothing_else(
+async def test_what_a_node_fetches_for_others_holds_up_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # by which an event loop counts its threads
@@ -668,26 +602,22 @@ def test_what_a_node_fetches_for_others_holds_up_nothing_else(
         return PretendedSupervisor()
 
     monkeypatch.setattr("weft.fleet.start.start_supervised", supervised)
-
-    async def test() -> None:
-        link_key(tmp_path)
-        args = FleetArgs(where="127.0.0.1:1", key=tmp_path / "key", listen="127.0.0.1:0")
-        contents = Contents(tmp_path / "kept")
-        blobs = SlowBlobs(DirectoryStore(tmp_path / "registry"), contents)
-        fleet = await start_fleet(args, EngineArgs(ModelArgs("x")), 0, contents, blobs)
-        assert fleet.own is not None
-        locate = fleet.own.listener._locate
-        sources = [AdapterSource("/nowhere", f"{i:064d}") for i in range(num_fetched)]
-        fetched = [asyncio.create_task(locate(source)) for source in sources]
-        await asyncio.sleep(0)  # all of them have begun
-        async with asyncio.timeout(PATIENCE_S / 4):
-            await asyncio.to_thread(lambda: None)
-        go.set()
-        assert {found.path for found in await asyncio.gather(*fetched)} == {str(tmp_path)}
-        assert threading.main_thread() not in looking, "its disk might not answer"
-        await fleet.close()
-
-    asyncio.run(test())
+    link_key(tmp_path)
+    args = FleetArgs(where="127.0.0.1:1", key=tmp_path / "key", listen="127.0.0.1:0")
+    contents = Contents(tmp_path / "kept")
+    blobs = SlowBlobs(DirectoryStore(tmp_path / "registry"), contents)
+    fleet = await start_fleet(args, EngineArgs(ModelArgs("x")), 0, contents, blobs)
+    assert fleet.own is not None
+    locate = fleet.own.listener._locate
+    sources = [AdapterSource("/nowhere", f"{i:064d}") for i in range(num_fetched)]
+    fetched = [asyncio.create_task(locate(source)) for source in sources]
+    await asyncio.sleep(0)  # all of them have begun
+    async with asyncio.timeout(PATIENCE_S / 4):
+        await asyncio.to_thread(lambda: None)
+    go.set()
+    assert {found.path for found in await asyncio.gather(*fetched)} == {str(tmp_path)}
+    assert threading.main_thread() not in looking, "its disk might not answer"
+    await fleet.close()
 
 
 @pytest.mark.parametrize(

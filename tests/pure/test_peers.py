@@ -125,68 +125,58 @@ def num_bytes() -> int:
     return sum(map(len, FILES.values()))
 
 
-def test_another_node_spares_the_store(store: CountingStore, blobs: Blobs, tmp_path: Path) -> None:
+async def test_another_node_spares_the_store(
+    store: CountingStore, blobs: Blobs, tmp_path: Path
+) -> None:
     theirs = Contents(tmp_path / "theirs")
     Blobs(store, theirs).open(DIGEST).close()
     before = store.num_files
-
-    async def test() -> None:
-        own = OwnNode("a", PretendedSupervisor(), "127.0.0.1:0", KEY, same, theirs)
-        address = f"127.0.0.1:{own.listener.port}"
-        try:
-            blobs.holders = lambda asked: [address] if asked == DIGEST else []
-            assert await asyncio.to_thread(is_whole, blobs)
-        finally:
-            await own.close()
-
-    asyncio.run(test())
+    own = OwnNode("a", PretendedSupervisor(), "127.0.0.1:0", KEY, same, theirs)
+    address = f"127.0.0.1:{own.listener.port}"
+    try:
+        blobs.holders = lambda asked: [address] if asked == DIGEST else []
+        assert await asyncio.to_thread(is_whole, blobs)
+    finally:
+        await own.close()
     assert store.num_files == before
     assert blobs.fetched == {"peers": num_bytes(), "store": 0}
 
 
-def test_pieces_are_sent_after_one_that_can_not_be_asked_for(tmp_path: Path) -> None:
+async def test_pieces_are_sent_after_one_that_can_not_be_asked_for(tmp_path: Path) -> None:
     contents = Contents(tmp_path)
     with contents.stage() as stage:
         contents.keep(written(stage / "a", FILES)).close()
     (key,) = (path.name for path in (tmp_path / "contents").iterdir())
-
-    async def test() -> None:
-        sent: asyncio.Queue[bytes | None] = asyncio.Queue()
-        lends = ContentLender(contents, lambda _, piece: sent.put_nowait(piece.data))
-        serving = asyncio.create_task(lends.serve())
-        for start in (1 << 63, 0):
-            lends.ask(b"me", GetPiece(key, CONFIG_FILE, start))
-        async with asyncio.timeout(PATIENCE_S):
-            assert await sent.get() is None and await sent.get()
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-
-    asyncio.run(test())
+    sent: asyncio.Queue[bytes | None] = asyncio.Queue()
+    lends = ContentLender(contents, lambda _, piece: sent.put_nowait(piece.data))
+    serving = asyncio.create_task(lends.serve())
+    for start in (1 << 63, 0):
+        lends.ask(b"me", GetPiece(key, CONFIG_FILE, start))
+    async with asyncio.timeout(PATIENCE_S):
+        assert await sent.get() is None and await sent.get()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
 
 
 LISTED = listing_of({name: io.BytesIO(content) for name, content in FILES.items()})
 
 
-def test_the_list_of_files_comes_from_another_node_too(
+async def test_the_list_of_files_comes_from_another_node_too(
     store: CountingStore, blobs: Blobs, tmp_path: Path
 ) -> None:
     """Nothing is asked of a bucket that is away, and what is here by then is served without it."""
     theirs = Contents(tmp_path / "theirs")
     Blobs(store, theirs).open(DIGEST).close()
     store.away = True
-
-    async def test() -> None:
-        own = OwnNode("a", PretendedSupervisor(), "127.0.0.1:0", KEY, same, theirs)
-        address = f"127.0.0.1:{own.listener.port}"
-        try:
-            for known in ("", "0" * 64):
-                with pytest.raises(RegistryUnavailable):
-                    await asyncio.to_thread(is_whole, blobs, address, sha256=known)
-            assert await asyncio.to_thread(is_whole, blobs, address, sha256=LISTED.sha256)
-        finally:
-            await own.close()
-
-    asyncio.run(test())
+    own = OwnNode("a", PretendedSupervisor(), "127.0.0.1:0", KEY, same, theirs)
+    address = f"127.0.0.1:{own.listener.port}"
+    try:
+        for known in ("", "0" * 64):
+            with pytest.raises(RegistryUnavailable):
+                await asyncio.to_thread(is_whole, blobs, address, sha256=known)
+        assert await asyncio.to_thread(is_whole, blobs, address, sha256=LISTED.sha256)
+    finally:
+        await own.close()
     assert blobs.fetched == {"peers": num_bytes(), "store": 0}
     assert is_whole(blobs, sha256=LISTED.sha256)
     with pytest.raises(RegistryUnavailable):

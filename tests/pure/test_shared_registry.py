@@ -215,7 +215,7 @@ def test_what_nobody_foresaw_ends_no_registry(
     assert "can't start new thread" in caplog.text
 
 
-def test_a_server_goes_on_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_goes_on_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a report that failed in a way that nobody foresaw."""
     monkeypatch.setattr("weft.serving.reports.REPORT_EVERY_S", 0.01)
     monkeypatch.setattr("weft.serving.reports.RENEW_S", 0.01)
@@ -229,16 +229,13 @@ def test_a_server_goes_on_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise RuntimeError("can't start new thread")
             return super().put(key, content)
 
-    async def report() -> None:
-        store = Failing()
-        reports = Reports(store, lambda: ["a" * 64], 0)
-        reports.start()
-        async with asyncio.timeout(PATIENCE_S):
-            while reports.name not in running_leases(store):
-                await asyncio.sleep(0.005)
-        await reports.close()
-
-    asyncio.run(report())
+    store = Failing()
+    reports = Reports(store, lambda: ["a" * 64], 0)
+    reports.start()
+    async with asyncio.timeout(PATIENCE_S):
+        while reports.name not in running_leases(store):
+            await asyncio.sleep(0.005)
+    await reports.close()
 
 
 def test_closing_makes_what_waits_and_refuses_the_rest() -> None:

@@ -380,28 +380,25 @@ def test_routes_know_the_registry_by_a_callers_view_only() -> None:
     assert knowing == {"app.py", "service.py", "shadows.py"}
 
 
-def test_a_larger_cap_holds_for_loads_that_wait_already() -> None:
-    async def scenario() -> None:
-        tenants = {"a": Tenant("a", caps=Caps(max_loads=1))}
-        quotas = Quotas(registry_of(), tenants)
-        running, go = list[int](), [asyncio.Event() for _ in range(4)]
+async def test_a_larger_cap_holds_for_loads_that_wait_already() -> None:
+    tenants = {"a": Tenant("a", caps=Caps(max_loads=1))}
+    quotas = Quotas(registry_of(), tenants)
+    running, go = list[int](), [asyncio.Event() for _ in range(4)]
 
-        async def load(number: int) -> None:
-            async with quotas.place("a/x", patient=True):
-                running.append(number)
-                await go[number].wait()
+    async def load(number: int) -> None:
+        async with quotas.place("a/x", patient=True):
+            running.append(number)
+            await go[number].wait()
 
-        loads = [asyncio.create_task(load(number)) for number in range(4)]
-        await asyncio.sleep(0)
-        assert running == [0]
-        tenants["a"] = Tenant("a", caps=Caps(max_loads=3))
-        go[0].set()
-        await loads[0]
-        await asyncio.sleep(0)
-        assert running == [0, 1, 2, 3]
-        quotas.check()
-        for event in go:
-            event.set()
-        await asyncio.gather(*loads)
-
-    asyncio.run(scenario())
+    loads = [asyncio.create_task(load(number)) for number in range(4)]
+    await asyncio.sleep(0)
+    assert running == [0]
+    tenants["a"] = Tenant("a", caps=Caps(max_loads=3))
+    go[0].set()
+    await loads[0]
+    await asyncio.sleep(0)
+    assert running == [0, 1, 2, 3]
+    quotas.check()
+    for event in go:
+        event.set()
+    await asyncio.gather(*loads)
