@@ -13,13 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
 import huggingface_hub
 import pytest
 import tiny
 import torch
 from full_disk import room_for
-from observed import DIGEST, PROMPT, ScriptedEngine, complete, serve
+from observed import DIGEST, PROMPT, ScriptedEngine, client_of, complete
 from safetensors.torch import load_file, save_file
 
 from weft.core.config import engine_args
@@ -168,15 +167,12 @@ def request_lines(capsys: Capture) -> list[dict[str, Any]]:
     return [line for line in objects(capsys) if line["logger"] == "weft.request"]
 
 
-def test_a_request_is_one_line(capsys: Capture) -> None:
+async def test_a_request_is_one_line(capsys: Capture) -> None:
     configure_logging("info", json=True)
-
-    async def scenario(client: httpx.AsyncClient) -> None:
-        answer = await complete(client, "sql", **{"x-request-id": "my-id"})
-        assert answer.status_code == 200, answer.text
-        await complete(client, "base")
-
-    serve(ScriptedEngine(), scenario)
+    client = client_of(ScriptedEngine())
+    answer = await complete(client, "sql", **{"x-request-id": "my-id"})
+    assert answer.status_code == 200, answer.text
+    await complete(client, "base")
     line, base = request_lines(capsys)
     assert line.pop("id").startswith("cmpl-")
     assert 0 <= line.pop("ttft_s") <= line.pop("duration_s") < 20
@@ -200,52 +196,44 @@ def test_a_request_is_one_line(capsys: Capture) -> None:
     assert base["request_id"] != "my-id"
 
 
-def test_a_request_that_fails(capsys: Capture) -> None:
+async def test_a_request_that_fails(capsys: Capture) -> None:
     configure_logging("info", json=True)
     engine = ScriptedEngine()
     wire = ("adapter_unavailable", "it is gone", None)
     engine.script = [TokenEvent("", [], finish_reason="error", error=wire)]
-
-    async def scenario(client: httpx.AsyncClient) -> None:
-        assert (await complete(client)).status_code == 503
-        engine.script = []
-        assert (await complete(client)).status_code == 503
-
-    serve(engine, scenario)
+    client = client_of(engine)
+    assert (await complete(client)).status_code == 503
+    engine.script = []
+    assert (await complete(client)).status_code == 503
     first, second = request_lines(capsys)
     assert first["finish_reason"] == "error" and first["error"] == "adapter_unavailable"
     assert first["output_tokens"] == 0 and "ttft_s" not in first
     assert second["error"] == "engine_dead"
 
 
-def test_a_request_whose_client_leaves(capsys: Capture) -> None:
+async def test_a_request_whose_client_leaves(capsys: Capture) -> None:
     configure_logging("info", json=True)
     engine = ScriptedEngine()
     engine.script, engine.hangs = engine.script[:1], True
-
-    async def scenario(client: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(complete(client))
-        await engine.hung.wait()
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        metrics = (await client.get("/metrics")).text
-        assert 'model_name="base",finished_reason="abort"} 1.0' in metrics
-
-    serve(engine, scenario)
+    client = client_of(engine)
+    asking = asyncio.create_task(complete(client))
+    await engine.hung.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    metrics = (await client.get("/metrics")).text
+    assert 'model_name="base",finished_reason="abort"} 1.0' in metrics
     [line] = request_lines(capsys)
     assert line["finish_reason"] == "abort" and line["output_tokens"] == 1
 
 
-def test_in_text_requests_are_for_debugging(capsys: Capture) -> None:
-    async def scenario(client: httpx.AsyncClient) -> None:
-        await complete(client)
-
+async def test_in_text_requests_are_for_debugging(capsys: Capture) -> None:
     configure_logging("info", json=False)
-    serve(ScriptedEngine(), scenario)
+    client = client_of(ScriptedEngine())
+    await complete(client)
     assert capsys.readouterr().err == ""
     configure_logging("debug", json=False)
-    serve(ScriptedEngine(), scenario)
+    await complete(client)
     text = capsys.readouterr().err
     assert "weft.request: request ended id=cmpl-" in text
     assert "adapter=sql version=1" in text
@@ -255,19 +243,15 @@ def test_in_text_requests_are_for_debugging(capsys: Capture) -> None:
 
 
 @pytest.mark.usefixtures("quick_engines")
-def test_the_engine_process_logs_in_the_same_form(capfd: Capture, tmp_path: Path) -> None:
+async def test_the_engine_process_logs_in_the_same_form(capfd: Capture, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny.BASE, base)
     tensors = load_file(base / "model.safetensors")
     save_file({**tensors, "nobody.weight": torch.zeros(1)}, base / "model.safetensors")
     configure_logging("info", json=True)
-
-    async def start_and_stop() -> None:
-        args = engine_args(str(base), num_threads=1, num_blocks=16, adapter_memory=1 << 20)
-        client = await start_process(args)
-        await client.close()
-
-    asyncio.run(start_and_stop())
+    args = engine_args(str(base), num_threads=1, num_blocks=16, adapter_memory=1 << 20)
+    client = await start_process(args)
+    await client.close()
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     [line] = [line for line in lines if "nobody.weight" in line["message"]]
     assert line["level"] == "warning" and line["logger"] == "weft.models.loading"

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import httpx
 import pytest
-from http_api import Web, World, run
-from observed import DIGEST, ScriptedEngine, complete, serve
+from http_api import Web, World
+from observed import DIGEST, ScriptedEngine, client_of, complete
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -104,13 +103,11 @@ def test_a_request_is_a_span_with_its_phases(traced: Traced) -> None:
     assert times == {"queue": (0.0, 0.25), "prefill": (0.25, 0.5), "decode": (0.5, 1.75)}
 
 
-def test_a_request_of_a_server(traced: Traced) -> None:
-    async def scenario(client: httpx.AsyncClient) -> None:
-        answer = await complete(client, "sql", traceparent=PARENT, tracestate="x=y")
-        assert answer.status_code == 200, answer.text
-        assert (await client.get("/health")).status_code == 200
-
-    serve(ScriptedEngine(), scenario, traced.traces)
+async def test_a_request_of_a_server(traced: Traced) -> None:
+    client = client_of(ScriptedEngine(), traced.traces)
+    answer = await complete(client, "sql", traceparent=PARENT, tracestate="x=y")
+    assert answer.status_code == 200, answer.text
+    assert (await client.get("/health")).status_code == 200
     assert traced.spans.keys() == {"text_completion sql", "queue", "prefill", "decode"}
     span = traced.spans["text_completion sql"]
     assert span.parent is not None and span.context is not None and span.attributes is not None
@@ -120,33 +117,29 @@ def test_a_request_of_a_server(traced: Traced) -> None:
     assert span.attributes["gen_ai.usage.output_tokens"] == 3
 
 
-def test_each_operation_has_its_name(traced: Traced, tmp_path: Path) -> None:
-    async def scenario(web: Web) -> None:
-        messages = [{"role": "user", "content": "hello"}]
-        for path, body in (
-            ("chat/completions", {"messages": messages}),
-            ("messages", {"messages": messages, "max_tokens": 3}),
-            ("responses", {"input": "hello"}),
-            ("completions", {"prompt": "hello"}),
-            ("embeddings", {"input": "hello"}),
-        ):
-            answer = await web.post(f"/v1/{path}", {"model": "base", **body})
-            assert answer.status_code == 200, answer.text
-
-    run(World(tmp_path, byte_level(), traces=traced.traces), scenario)
+async def test_each_operation_has_its_name(traced: Traced, tmp_path: Path) -> None:
+    web = Web(World(tmp_path, byte_level(), traces=traced.traces))
+    messages = [{"role": "user", "content": "hello"}]
+    for path, body in (
+        ("chat/completions", {"messages": messages}),
+        ("messages", {"messages": messages, "max_tokens": 3}),
+        ("responses", {"input": "hello"}),
+        ("completions", {"prompt": "hello"}),
+        ("embeddings", {"input": "hello"}),
+    ):
+        answer = await web.post(f"/v1/{path}", {"model": "base", **body})
+        assert answer.status_code == 200, answer.text
     names = [span.name for span in traced.finished if span.parent is None]
     assert names == [*["chat base"] * 3, "text_completion base", "embeddings base"]
 
 
-def test_requests_do_not_share_parents(traced: Traced) -> None:
-    async def scenario(client: httpx.AsyncClient) -> None:
-        ours = [complete(client, "sql", traceparent=PARENT), complete(client, "base")]
-        await asyncio.gather(*ours)
-
+async def test_requests_do_not_share_parents(traced: Traced) -> None:
     engine = ScriptedEngine()
     engine.script = engine.script[1:]
     engine.script[0] = engine.script[0]._replace(token_ids=[])
-    serve(engine, scenario, traced.traces)
+    client = client_of(engine, traced.traces)
+    ours = [complete(client, "sql", traceparent=PARENT), complete(client, "base")]
+    await asyncio.gather(*ours)
     assert traced.spans["text_completion sql"].parent is not None
     assert traced.spans["text_completion base"].parent is None
 
@@ -162,15 +155,12 @@ def test_what_the_caller_does_not_sample_is_not_recorded(traced: Traced) -> None
     assert not traced.spans
 
 
-def test_a_failure(traced: Traced) -> None:
+async def test_a_failure(traced: Traced) -> None:
     engine = ScriptedEngine()
     wire = ("adapter_unavailable", "it is gone", None)
     engine.script = [TokenEvent("", [], finish_reason="error", error=wire)]
-
-    async def scenario(client: httpx.AsyncClient) -> None:
-        assert (await complete(client)).status_code == 503
-
-    serve(engine, scenario, traced.traces)
+    client = client_of(engine, traced.traces)
+    assert (await complete(client)).status_code == 503
     [span] = traced.spans.values()
     assert span.status.status_code is StatusCode.ERROR
     assert span.attributes is not None

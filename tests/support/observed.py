@@ -4,12 +4,11 @@ of its requests."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import httpx
-from patience import PATIENCE_S
 
 from weft.api import ApiSettings, create_app
 from weft.core.adapters import AdapterInfo, AdapterSource
@@ -72,24 +71,14 @@ class ScriptedEngine:
         self.alive = False
 
 
-Scenario = Callable[[httpx.AsyncClient], Awaitable[None]]
-
-
-def serve(engine: ScriptedEngine, scenario: Scenario, traces: Any = None) -> None:
-    """Run `scenario` with a client of a server for models `base` and `sql`."""
+def client_of(engine: ScriptedEngine, traces: Any = None) -> httpx.AsyncClient:
+    """A client of a server for models `base` and `sql`."""
     registry = AdapterRegistry(["base"], "/models/tiny")
     info = AdapterInfo(DIGEST, "/adapters/sql", 4, 100, ("q_proj",))
     registry.publish("sql", info, "/adapters/sql")
     sources = Sources(AdapterRoots([Path("/adapters")]))
     app = create_app(engine, registry, None, sources, ApiSettings(("base",)), traces)
-
-    async def run() -> None:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
-            async with asyncio.timeout(PATIENCE_S):
-                await scenario(client)
-
-    asyncio.run(run())
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://weft")
 
 
 async def complete(client: httpx.AsyncClient, model: str = "sql", **headers: str) -> httpx.Response:
