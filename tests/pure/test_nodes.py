@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -82,33 +83,25 @@ class Node:
         return [model["id"] for model in answer.json()["data"]]
 
 
-def fleet(
-    root: Path,
-    scenario: Callable[..., Awaitable[None]],
-    count: int = 2,
-    eager: bool = False,
-    tenants: bool = False,
-) -> None:
-    """Run a scenario over so many nodes of one registry."""
-
-    async def main() -> None:
-        nodes = [Node(root, tenants) for _ in range(count)]
-        try:
-            for node in nodes:
-                await node.follower.start(eager)
-            await asyncio.wait_for(scenario(*nodes), 120)
-            for node in nodes:
-                node.store.away = False
-                node.shared.poll()
-                await settled(node)
-        finally:
-            for node in nodes:
-                await node.follower.close()
-                await node.web.http.aclose()
+@asynccontextmanager
+async def fleet(
+    root: Path, count: int = 2, eager: bool = False, tenants: bool = False
+) -> AsyncIterator[list[Node]]:
+    """So many nodes of one registry."""
+    nodes = [Node(root, tenants) for _ in range(count)]
+    try:
         for node in nodes:
-            node.world.check()
-
-    asyncio.run(main())
+            await node.follower.start(eager)
+        yield nodes
+        for node in nodes:
+            node.store.away = False
+            node.shared.poll()
+            await settled(node)
+    finally:
+        for node in nodes:
+            await node.follower.close()
+    for node in nodes:
+        node.world.check()
 
 
 async def settled(node: Node) -> None:
@@ -123,8 +116,8 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_what_one_node_loads_all_serve_also_after_a_restart(tmp_path: Path) -> None:
-    async def scenario(one: Node, other: Node) -> None:
+async def test_what_one_node_loads_all_serve_also_after_a_restart(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (one, other):
         assert (await one.load("sql", "A")).status_code == 200
         assert (await one.load("acme/bot", "B", wait="commit", pinned=True)).status_code == 200
         assert await one.text("sql") == "cbaA"
@@ -139,28 +132,22 @@ def test_what_one_node_loads_all_serve_also_after_a_restart(tmp_path: Path) -> N
 
         await until(gone)
         assert (await one.web.unload("sql")).status_code == 404
-
-    async def restarted(node: Node) -> None:
+    async with fleet(tmp_path, count=1) as [node]:
         assert list(node.world.engine.holders.values()) == [{"acme/bot@v1": True}]
         assert await node.text("acme/bot") == "cbaB"
         assert (await node.ask("sql")).status_code == 404
 
-    fleet(tmp_path, scenario)
-    fleet(tmp_path, restarted, count=1)
 
-
-def test_many_loads_side_by_side_all_end(tmp_path: Path) -> None:
-    async def scenario(node: Node) -> None:
+async def test_many_loads_side_by_side_all_end(tmp_path: Path) -> None:
+    async with fleet(tmp_path, count=1) as [node]:
         names = [f"n{i}" for i in range(MAX_LOADS + 4)]
         answers = await asyncio.gather(*(node.load(name, name) for name in names))
         assert [answer.status_code for answer in answers] == [200] * len(names)
         assert await node.text("n0") == "cban0"
 
-    fleet(tmp_path, scenario, count=1)
 
-
-def test_a_tenant_that_may_load_one_at_a_time_loads(tmp_path: Path) -> None:
-    async def scenario(node: Node) -> None:
+async def test_a_tenant_that_may_load_one_at_a_time_loads(tmp_path: Path) -> None:
+    async with fleet(tmp_path, count=1, tenants=True) as [node]:
         capped = TENANTS.replace("max_adapters = 1", "max_loads = 1")
         for name, settings in tenants_as_json(capped).items():
             await node.follower.submit(SetTenant(name, settings), "me")
@@ -175,14 +162,11 @@ def test_a_tenant_that_may_load_one_at_a_time_loads(tmp_path: Path) -> None:
             answer = await node.web.post(COMPLETE, {"model": name, "prompt": "a"}, headers=key)
             assert answer.json()["choices"][0]["text"][-1] == content
 
-    fleet(tmp_path, scenario, count=1, tenants=True)
 
-
-def test_loads_that_follow_the_registry_wait_for_their_turn(tmp_path: Path) -> None:
+async def test_loads_that_follow_the_registry_wait_for_their_turn(tmp_path: Path) -> None:
     """However few loads a tenant may have, no request is refused for a version that is not loaded
     yet, and no publication after it was made."""
-
-    async def scenario(first: Node, second: Node) -> None:
+    async with fleet(tmp_path, count=2, tenants=True) as (first, second):
         capped = TENANTS.replace("max_adapters = 1", "max_loads = 1")
         for name, settings in tenants_as_json(capped).items():
             await first.follower.submit(SetTenant(name, settings), "me")
@@ -204,11 +188,9 @@ def test_loads_that_follow_the_registry_wait_for_their_turn(tmp_path: Path) -> N
         )
         assert [answer.status_code for answer in answers] == [200] * 4, answers[0].text
 
-    fleet(tmp_path, scenario, count=2, tenants=True)
 
-
-def test_versions_are_named_in_requests_and_answers(tmp_path: Path) -> None:
-    async def scenario(node: Node) -> None:
+async def test_versions_are_named_in_requests_and_answers(tmp_path: Path) -> None:
+    async with fleet(tmp_path, count=1) as [node]:
         for content in "AB":
             assert (await node.load("sql", content, load_inplace=True)).status_code == 200
         refused = await node.load("sql", "C")
@@ -246,11 +228,9 @@ def test_versions_are_named_in_requests_and_answers(tmp_path: Path) -> None:
         parts = node.world.engine.requests[-1].parts
         assert {part.ref.name for part in parts} == {"sql@v1", "sql@v2"}
 
-    fleet(tmp_path, scenario, count=1)
 
-
-def test_a_release_moves_requests_at_once_and_none_mixes(tmp_path: Path) -> None:
-    async def scenario(one: Node, other: Node) -> None:
+async def test_a_release_moves_requests_at_once_and_none_mixes(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (one, other):
         for content in "AB":
             await one.load("sql", content, load_inplace=True)
         stop = asyncio.Event()
@@ -281,11 +261,9 @@ def test_a_release_moves_requests_at_once_and_none_mixes(tmp_path: Path) -> None
         await asyncio.gather(*clients)
         assert seen == {"sql@v1": {"cbaA"}, "sql@v2": {"cbaB"}}
 
-    fleet(tmp_path, scenario)
 
-
-def test_a_request_keeps_its_version_to_its_end(tmp_path: Path) -> None:
-    async def scenario(node: Node) -> None:
+async def test_a_request_keeps_its_version_to_its_end(tmp_path: Path) -> None:
+    async with fleet(tmp_path, count=1) as [node]:
         for content in "AB":
             await node.load("sql", content, load_inplace=True)
         engine = node.world.engine
@@ -303,11 +281,9 @@ def test_a_request_keeps_its_version_to_its_end(tmp_path: Path) -> None:
         assert (await running).json()["choices"][0]["text"] == "cbaB"
         assert (await removed).status_code == 200 and not engine.adapters
 
-    fleet(tmp_path, scenario, count=1)
 
-
-def test_a_change_can_wait_for_all_servers(tmp_path: Path) -> None:
-    async def scenario(one: Node, other: Node) -> None:
+async def test_a_change_can_wait_for_all_servers(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (one, other):
         await one.load("sql", "A")
         assert await other.text("sql") == "cbaA"
         assert (await one.load("sql", "B", load_inplace=True, wait="all")).status_code == 200
@@ -326,11 +302,9 @@ def test_a_change_can_wait_for_all_servers(tmp_path: Path) -> None:
             reports.ALL_S = patience
         assert late.status_code == 504 and other.follower.reports.name in late.text
 
-    fleet(tmp_path, scenario)
 
-
-def test_canary_rollback_and_history(tmp_path: Path) -> None:
-    async def scenario(one: Node, other: Node) -> None:
+async def test_canary_rollback_and_history(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (one, other):
         for content in "AB":
             await one.load("sql", content, load_inplace=True)
         await one.post("/v1/registry/releases", name="sql", to="v1")
@@ -376,15 +350,12 @@ def test_canary_rollback_and_history(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), body
         assert (await one.post("/v1/registry/rollbacks", name="nobody")).status_code == 404
 
-    fleet(tmp_path, scenario)
 
-
-def test_a_node_without_the_store_serves_what_it_knows_and_changes_nothing(
+async def test_a_node_without_the_store_serves_what_it_knows_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weft.registry.shared.PATIENCE_S", 0.3)
-
-    async def scenario(one: Node, other: Node) -> None:
+    async with fleet(tmp_path) as (one, other):
         await one.load("sql", "A")
         assert await other.text("sql") == "cbaA"
         other.store.away = True
@@ -411,11 +382,9 @@ def test_a_node_without_the_store_serves_what_it_knows_and_changes_nothing(
         assert f"weft:registry_seq {float(one.shared.state.seq)}" in metrics
         assert 'weft:adapter_requests_total{adapter="bot",' in metrics, "under its bare name"
 
-    fleet(tmp_path, scenario)
 
-
-def test_unknown_names_do_not_flood_the_store(tmp_path: Path) -> None:
-    async def scenario(node: Node) -> None:
+async def test_unknown_names_do_not_flood_the_store(tmp_path: Path) -> None:
+    async with fleet(tmp_path, count=1) as [node]:
         polls = 0
         poll = node.shared.poll
 
@@ -430,11 +399,9 @@ def test_unknown_names_do_not_flood_the_store(tmp_path: Path) -> None:
         assert {answer.status_code for answer in answers} == {404}
         assert polls <= 2 + (time.monotonic() - begin_s) / LOOK_EVERY_S
 
-    fleet(tmp_path, scenario, count=1)
 
-
-def test_models_come_in_pages(tmp_path: Path) -> None:
-    async def scenario(node: Node) -> None:
+async def test_models_come_in_pages(tmp_path: Path) -> None:
+    async with fleet(tmp_path, count=1) as [node]:
         for name in ("c", "a", "acme/b"):
             await node.load(name, name, wait="commit")
         assert await node.models("?limit=3") == ["base", "alias", "a"]
@@ -449,11 +416,9 @@ def test_models_come_in_pages(tmp_path: Path) -> None:
             answer = await node.web.get(f"/v1/models?limit={limit}")
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
 
-    fleet(tmp_path, scenario, count=1)
 
-
-def test_a_version_that_no_node_can_load_harms_only_its_own_requests(tmp_path: Path) -> None:
-    async def scenario(one: Node, other: Node) -> None:
+async def test_a_version_that_no_node_can_load_harms_only_its_own_requests(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (one, other):
         await one.load("sql", "A")
         bad = await one.load("bad", "bad")
         assert bad.status_code == 400 and await one.models() == ["base", "alias", "sql"]
@@ -465,11 +430,9 @@ def test_a_version_that_no_node_can_load_harms_only_its_own_requests(tmp_path: P
         other.follower._failed.clear()
         assert await other.text("sql") == "cbaA"
 
-    fleet(tmp_path, scenario)
 
-
-def test_a_download_that_the_disk_damages_is_fetched_again(tmp_path: Path) -> None:
-    async def scenario(node: Node) -> None:
+async def test_a_download_that_the_disk_damages_is_fetched_again(tmp_path: Path) -> None:
+    async with fleet(tmp_path, count=1) as [node]:
         node.store.folder = lambda _: None  # as a bucket
         node.follower.blobs._contents = Contents(tmp_path / "cache")
         await node.load("sql", "A")
@@ -482,13 +445,11 @@ def test_a_download_that_the_disk_damages_is_fetched_again(tmp_path: Path) -> No
         node.follower._failed.clear()  # as after some seconds
         assert await node.text("sql@v1") == "cbaA"
 
-    fleet(tmp_path, scenario, count=1)
 
-
-def test_a_download_that_is_whole_is_not_read_again_after_each_failed_load(
+async def test_a_download_that_is_whole_is_not_read_again_after_each_failed_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(node: Node) -> None:
+    async with fleet(tmp_path, count=1) as [node]:
         node.store.folder = lambda _: None  # as a bucket
         contents = node.follower.blobs._contents = Contents(tmp_path / "cache")
         checks: list[str] = []
@@ -514,8 +475,6 @@ def test_a_download_that_is_whole_is_not_read_again_after_each_failed_load(
         assert checks == [digest_of("A")]
         assert await node.text("sql@v1") == "cbaA"
 
-    fleet(tmp_path, scenario, count=1)
-
 
 TENANTS = f"""
 [tenants.acme]
@@ -529,8 +488,8 @@ keys = [{{ id = "o", sha256 = "{sha256(b"ops-key").hexdigest()}", roles = ["admi
 """
 
 
-def test_a_shadow_runs_unseen_and_is_compared(tmp_path: Path) -> None:
-    async def scenario(node: Node) -> None:
+async def test_a_shadow_runs_unseen_and_is_compared(tmp_path: Path) -> None:
+    async with fleet(tmp_path, count=1) as [node]:
         engine = node.world.engine
         for content in ("xyA", "xyB"):
             await node.load("sql", content, load_inplace=True)
@@ -561,11 +520,9 @@ def test_a_shadow_runs_unseen_and_is_compared(tmp_path: Path) -> None:
         await node.ask("sql")
         assert 'outcome="dropped"} 1.0' in (await node.web.get("/metrics")).text
 
-    fleet(tmp_path, scenario, count=1)
 
-
-def test_tenants_of_the_registry_are_followed_and_see_what_is_theirs(tmp_path: Path) -> None:
-    async def scenario(one: Node, other: Node) -> None:
+async def test_tenants_of_the_registry_are_followed_and_see_what_is_theirs(tmp_path: Path) -> None:
+    async with fleet(tmp_path, tenants=True) as (one, other):
         assert (await one.ask("base")).status_code == 200, "there are no tenants, so no keys"
         for name, settings in tenants_as_json(TENANTS).items():
             await one.follower.submit(SetTenant(name, settings), "me")
@@ -620,25 +577,18 @@ def test_tenants_of_the_registry_are_followed_and_see_what_is_theirs(tmp_path: P
         one.tenants.update()
         assert (await one.ask("base")).status_code == 401, "it does not become open again"
 
-    fleet(tmp_path, scenario, tenants=True)
 
-
-def test_an_eager_node_loads_all_when_it_starts(tmp_path: Path) -> None:
-    async def scenario(node: Node) -> None:
+async def test_an_eager_node_loads_all_when_it_starts(tmp_path: Path) -> None:
+    async with fleet(tmp_path, count=1) as [node]:
         for name in ("a", "b"):
             await node.load(name, name, wait="commit")
-
-    async def restarted(node: Node) -> None:
+    async with fleet(tmp_path, count=1, eager=True) as [node]:
         assert set(node.world.engine.adapters) == {digest_of("a"), digest_of("b")}
 
-    fleet(tmp_path, scenario, count=1)
-    fleet(tmp_path, restarted, count=1, eager=True)
 
-
-def test_names_that_look_the_same_come_and_go_alone(tmp_path: Path) -> None:
+async def test_names_that_look_the_same_come_and_go_alone(tmp_path: Path) -> None:
     """Two servers may each take one of them before either knows of the other's."""
-
-    async def scenario(one: Node, other: Node) -> None:
+    async with fleet(tmp_path) as (one, other):
         alike = "b\u043et"  # with a Cyrillic letter
         loads = await asyncio.gather(one.load("bot", "A"), other.load(alike, "B"))
         assert [answer.status_code for answer in loads] == [200, 200]
@@ -649,11 +599,11 @@ def test_names_that_look_the_same_come_and_go_alone(tmp_path: Path) -> None:
             assert (await one.ask(name)).status_code == 404
         assert not one.world.engine.holders, "the engine holds what nobody can name"
 
-    fleet(tmp_path, scenario)
 
-
-def test_what_a_name_says_of_nodes_outlives_another_name_with_its_content(tmp_path: Path) -> None:
-    async def scenario(node: Node) -> None:
+async def test_what_a_name_says_of_nodes_outlives_another_name_with_its_content(
+    tmp_path: Path,
+) -> None:
+    async with fleet(tmp_path, count=1) as [node]:
         pins = node.follower.pins.by_digest
         for name in ("a", "b"):
             assert (await node.load(name, "A")).status_code == 200
@@ -665,14 +615,13 @@ def test_what_a_name_says_of_nodes_outlives_another_name_with_its_content(tmp_pa
         assert (await node.web.unload("a")).status_code == 200
         assert not pins
 
-    fleet(tmp_path, scenario, count=1)
-
 
 @pytest.mark.parametrize("field", ["adapters", "lora_path"])
-def test_a_release_while_another_adapter_of_a_request_is_loaded(field: str, tmp_path: Path) -> None:
+async def test_a_release_while_another_adapter_of_a_request_is_loaded(
+    field: str, tmp_path: Path
+) -> None:
     """A request that names several waits for all of them, and the first may have gone by then."""
-
-    async def scenario(node: Node) -> None:
+    async with fleet(tmp_path, count=1) as [node]:
         for content in "AB":
             assert (await node.load("a", content, load_inplace=True)).status_code == 200
         await node.post("/v1/registry/releases", name="a", to="v1")
@@ -695,15 +644,12 @@ def test_a_release_while_another_adapter_of_a_request_is_loaded(field: str, tmp_
             assert answer.status_code == 400 and "another one" in answer.text
         assert engine.on_hold is None
 
-    fleet(tmp_path, scenario, count=1)
 
-
-def test_what_can_not_be_pinned_is_not_published(
+async def test_what_can_not_be_pinned_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All servers would go over to a version that none of them can load."""
-
-    async def scenario(node: Node) -> None:
+    async with fleet(tmp_path, count=1) as [node]:
         hold = node.world.engine.hold
 
         async def full(source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
@@ -719,5 +665,3 @@ def test_what_can_not_be_pinned_is_not_published(
         for pinned, status in (("true", 400), ("false", 200)):
             path = f"/v1/adapters/sql?check=true&pinned={pinned}"
             assert (await node.web.http.put(path, content=tar(adapter()))).status_code == status
-
-    fleet(tmp_path, scenario, count=1)
