@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from inspect import Signature, signature
 from queue import SimpleQueue
 from typing import Any
 
@@ -276,23 +278,26 @@ class TestFleetAtLength(FleetMachine.TestCase):
     settings = settings(max_examples=2000, stateful_step_count=80, deadline=None)
 
 
-def in_fleet(test: Callable[[LossyFleet], Awaitable[None]]) -> None:
-    """Run a test in a fleet whose nodes are all up."""
+def in_fleet(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Makes a test of a coroutine, which gets a fleet whose nodes are all up, in virtual time."""
 
-    async def run() -> None:
+    async def run(**others: object) -> None:
         fleet = LossyFleet(NUM_NODES, seed=1)
         for engine in fleet.engines:
             engine.begin()
             await fleet.join(engine)
-        await test(fleet)
+        await test(fleet, **others)
         await fleet.client.close()
         fleet.client.check()
 
-    loop = VirtualLoop()
-    try:
-        loop.run_until_complete(run())
-    finally:
-        loop.close()
+    @wraps(test)
+    def found(**others: object) -> None:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(run(**others))
+
+    _, *parameters = signature(test).parameters.values()
+    found.__signature__ = Signature(parameters)  # pytest asks it which fixtures are wanted
+    return found
 
 
 async def settle(fleet: LossyFleet, steps: int = 1) -> None:
@@ -327,136 +332,130 @@ def where(fleet: LossyFleet) -> list[str]:
     return [engine.name for engine in fleet.engines if engine.running]
 
 
-def test_what_two_engines_died_of_is_refused() -> None:
-    async def test(fleet: LossyFleet) -> None:
-        reader = begun(fleet, asked(100))
-        for _ in range(2):
-            await settle(fleet, 2)
-            (name,) = where(fleet)
-            next(engine for engine in fleet.engines if engine.name == name).begin()
-            fleet.lose(name, "the engine process ended with exit code 1", killed=False)
-        await reader.task
-        last = reader.events[-1]
-        assert last.error is not None and isinstance(from_wire(last.error), RequestRefused)
-        assert not where(fleet)
-
-    in_fleet(test)
+@in_fleet
+async def test_what_two_engines_died_of_is_refused(fleet: LossyFleet) -> None:
+    reader = begun(fleet, asked(100))
+    for _ in range(2):
+        await settle(fleet, 2)
+        (name,) = where(fleet)
+        next(engine for engine in fleet.engines if engine.name == name).begin()
+        fleet.lose(name, "the engine process ended with exit code 1", killed=False)
+    await reader.task
+    last = reader.events[-1]
+    assert last.error is not None and isinstance(from_wire(last.error), RequestRefused)
+    assert not where(fleet)
 
 
 @pytest.mark.parametrize("slip", ["missing", "twice"])
 @pytest.mark.parametrize("read_at_once", [False, True])
-def test_tokens_that_are_missing_or_come_twice_are_noticed(slip: str, read_at_once: bool) -> None:
+@in_fleet
+async def test_tokens_that_are_missing_or_come_twice_are_noticed(
+    fleet: LossyFleet, slip: str, read_at_once: bool
+) -> None:
     """The request begins anew from the output that it has, whether its reader is behind or not."""
-
-    async def test(fleet: LossyFleet) -> None:
-        reader = begun(fleet, asked(60))
-        await settle(fleet, 3)
-        (name,) = where(fleet)
-        engine = next(engine for engine in fleet.engines if engine.name == name)
-        up = fleet.links[name].up
-        for _ in range(3):
-            engine.step()
-        if slip == "missing":
-            del up[1]
-        else:
-            up.insert(1, up[1])
-        while up:
-            fleet.links[name].carry(1 if read_at_once else 3)
-            await asyncio.sleep(0.01)
-        await settle(fleet, 100)
-        assert reader.tokens == stream_of(reader.request)
-        assert fleet.client.figures.losses == 1
-        assert "missing" in fleet.client.explain("r")[-1]["why"]
-
-    in_fleet(test)
+    reader = begun(fleet, asked(60))
+    await settle(fleet, 3)
+    (name,) = where(fleet)
+    engine = next(engine for engine in fleet.engines if engine.name == name)
+    up = fleet.links[name].up
+    for _ in range(3):
+        engine.step()
+    if slip == "missing":
+        del up[1]
+    else:
+        up.insert(1, up[1])
+    while up:
+        fleet.links[name].carry(1 if read_at_once else 3)
+        await asyncio.sleep(0.01)
+    await settle(fleet, 100)
+    assert reader.tokens == stream_of(reader.request)
+    assert fleet.client.figures.losses == 1
+    assert "missing" in fleet.client.explain("r")[-1]["why"]
 
 
-def test_a_drained_node_is_empty_at_once_and_takes_nothing() -> None:
-    async def test(fleet: LossyFleet) -> None:
-        reader = begun(fleet, asked(60))
-        await settle(fleet, 3)
+@in_fleet
+async def test_a_drained_node_is_empty_at_once_and_takes_nothing(fleet: LossyFleet) -> None:
+    reader = begun(fleet, asked(60))
+    await settle(fleet, 3)
+    (name,) = where(fleet)
+    fleet.client.drain(name)
+    await settle(fleet, 3)
+    (other,) = where(fleet)
+    assert other != name and fleet.client.figures.moves == 1
+    assert fleet.client.explain("r")[-1]["node"] == other
+    described = {each["node"]: each["state"] for each in fleet.client.describe()}
+    assert described[name] == "draining"
+    await settle(fleet, 100)
+    assert reader.tokens == stream_of(reader.request)
+
+
+@in_fleet
+async def test_only_losses_are_counted_against_a_request(fleet: LossyFleet) -> None:
+    """However often it was moved, it goes on when its node is lost."""
+    reader = begun(fleet, asked(300))
+    for _ in range(MAX_LOSSES + 5):
+        await settle(fleet, 2)
         (name,) = where(fleet)
         fleet.client.drain(name)
-        await settle(fleet, 3)
-        (other,) = where(fleet)
-        assert other != name and fleet.client.figures.moves == 1
-        assert fleet.client.explain("r")[-1]["node"] == other
-        described = {each["node"]: each["state"] for each in fleet.client.describe()}
-        assert described[name] == "draining"
-        await settle(fleet, 100)
-        assert reader.tokens == stream_of(reader.request)
-
-    in_fleet(test)
+        await settle(fleet, 2)
+        fleet.client.drain(name, False)
+    (name,) = where(fleet)
+    fleet.lose(name, "the link is cut", killed=True)
+    await settle(fleet, 300)
+    assert reader.tokens == stream_of(reader.request)
+    assert fleet.client.figures.moves > MAX_LOSSES and fleet.client.figures.losses == 1
 
 
-def test_only_losses_are_counted_against_a_request() -> None:
-    """However often it was moved, it goes on when its node is lost."""
-
-    async def test(fleet: LossyFleet) -> None:
-        reader = begun(fleet, asked(300))
-        for _ in range(MAX_LOSSES + 5):
-            await settle(fleet, 2)
-            (name,) = where(fleet)
-            fleet.client.drain(name)
-            await settle(fleet, 2)
-            fleet.client.drain(name, False)
-        (name,) = where(fleet)
-        fleet.lose(name, "the link is cut", killed=True)
-        await settle(fleet, 300)
-        assert reader.tokens == stream_of(reader.request)
-        assert fleet.client.figures.moves > MAX_LOSSES and fleet.client.figures.losses == 1
-
-    in_fleet(test)
-
-
-def test_who_lost_a_node_before_it_could_move_away_stays_where_it_went(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def one_resumes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.fleet.fleet_client.MAX_RESUMING", 1)
 
-    async def test(fleet: LossyFleet) -> None:
-        first, *others = fleet.engines
-        for engine in others:
-            fleet.lose(engine.name, "it ends", killed=True)
-        readers = [begun(fleet, replace(asked(100), request_id=f"r{i}")) for i in range(6)]
-        await settle(fleet, 3)
-        assert where(fleet) == [first.name] and len(first.running) == 6
-        for engine in others:
-            engine.begin()
-            await fleet.join(engine)
-        fleet.client.drain(first.name)
-        first.report()
-        fleet.links[first.name].carry()
-        await asyncio.sleep(0)
-        first.begin()
-        fleet.lose(first.name, "it ends", killed=True)
-        await settle(fleet, 200)
-        assert all(reader.tokens == stream_of(reader.request) for reader in readers)
-        assert fleet.client.figures.moves + fleet.client.figures.losses == 6
 
-    in_fleet(test)
+@pytest.mark.usefixtures("one_resumes_at_a_time")
+@in_fleet
+async def test_who_lost_a_node_before_it_could_move_away_stays_where_it_went(
+    fleet: LossyFleet,
+) -> None:
+    first, *others = fleet.engines
+    for engine in others:
+        fleet.lose(engine.name, "it ends", killed=True)
+    readers = [begun(fleet, replace(asked(100), request_id=f"r{i}")) for i in range(6)]
+    await settle(fleet, 3)
+    assert where(fleet) == [first.name] and len(first.running) == 6
+    for engine in others:
+        engine.begin()
+        await fleet.join(engine)
+    fleet.client.drain(first.name)
+    first.report()
+    fleet.links[first.name].carry()
+    await asyncio.sleep(0)
+    first.begin()
+    fleet.lose(first.name, "it ends", killed=True)
+    await settle(fleet, 200)
+    assert all(reader.tokens == stream_of(reader.request) for reader in readers)
+    assert fleet.client.figures.moves + fleet.client.figures.losses == 6
 
 
 @pytest.mark.parametrize("closing", [False, True])
-def test_a_request_that_moves_and_finds_no_node_ends(closing: bool) -> None:
-    async def test(fleet: LossyFleet) -> None:
-        reader = begun(fleet, asked(60))
-        await settle(fleet, 3)
-        (name,) = where(fleet)
-        fleet.client.drain(name)
-        engine = next(engine for engine in fleet.engines if engine.name == name)
-        engine.report()
-        fleet.links[name].carry()
-        for each in list(fleet.links):
-            fleet.lose(each, "it ends", killed=True)
-        await asyncio.sleep(0.2)
-        if closing:
-            await fleet.client.close()
-        await asyncio.sleep(1.0 if closing else 2 * WAIT_S)
-        assert isinstance(reader.error, EngineDead)
-        assert fleet.client.figures.moves == 1
-
-    in_fleet(test)
+@in_fleet
+async def test_a_request_that_moves_and_finds_no_node_ends(
+    fleet: LossyFleet, closing: bool
+) -> None:
+    reader = begun(fleet, asked(60))
+    await settle(fleet, 3)
+    (name,) = where(fleet)
+    fleet.client.drain(name)
+    engine = next(engine for engine in fleet.engines if engine.name == name)
+    engine.report()
+    fleet.links[name].carry()
+    for each in list(fleet.links):
+        fleet.lose(each, "it ends", killed=True)
+    await asyncio.sleep(0.2)
+    if closing:
+        await fleet.client.close()
+    await asyncio.sleep(1.0 if closing else 2 * WAIT_S)
+    assert isinstance(reader.error, EngineDead)
+    assert fleet.client.figures.moves == 1
 
 
 @pytest.mark.parametrize(
@@ -467,379 +466,352 @@ def test_a_request_that_moves_and_finds_no_node_ends(closing: bool) -> None:
         ({"dtype": "bfloat16"}, "in bfloat16"),
     ],
 )
-def test_a_node_with_another_base_is_not_used(
-    other: dict[str, str], named: str, caplog: pytest.LogCaptureFixture
+@in_fleet
+async def test_a_node_with_another_base_is_not_used(
+    fleet: LossyFleet, other: dict[str, str], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Such as another version of the base in the same shape, from which other tokens come."""
-
-    async def test(fleet: LossyFleet) -> None:
-        first = fleet.engines[0]
-        fleet.lose(first.name, "it ends", killed=True)
-        first.begin()
-        await fleet.join(first, replace(INFO, **other))
-        assert first.name not in fleet.client.nodes
-        assert f"node {first.name} is not used: it serves Tiny" in caplog.text
-        assert named in caplog.text.partition("and this fleet")[0]
-
-    in_fleet(test)
+    first = fleet.engines[0]
+    fleet.lose(first.name, "it ends", killed=True)
+    first.begin()
+    await fleet.join(first, replace(INFO, **other))
+    assert first.name not in fleet.client.nodes
+    assert f"node {first.name} is not used: it serves Tiny" in caplog.text
+    assert named in caplog.text.partition("and this fleet")[0]
 
 
-def test_requests_go_to_nodes_whose_context_has_room_for_them() -> None:
+@in_fleet
+async def test_requests_go_to_nodes_whose_context_has_room_for_them(fleet: LossyFleet) -> None:
     """Contexts differ with the memory of the nodes' devices."""
-
-    async def test(fleet: LossyFleet) -> None:
-        short, other, long = fleet.engines
-        for engine in (short, other):
-            fleet.lose(engine.name, "it begins anew", killed=True)
-            engine.context = 10
-            engine.begin()
-            await fleet.join(engine)
-        readers = [begun(fleet, replace(asked(40), request_id=f"r{i}", seed=i)) for i in range(9)]
-        await settle(fleet, 4)
-        assert where(fleet) == [long.name]
-        fleet.client.drain(long.name)
-        await settle(fleet, 60)
-        assert all(reader.tokens == stream_of(reader.request) for reader in readers)
-        fleet.client.drain(long.name, False)
-        whole = asked(INFO.max_model_len - 3)
-        fleet.client.drain(long.name)
-        await settle(fleet, 2)
-        reader = begun(fleet, whole)
-        await settle(fleet, 20)
-        assert reader.ended and len(reader.tokens) == 7, "it may end with a node's own context"
-        fleet.lose(long.name, "it ends", killed=True)
-        late = begun(fleet, replace(asked(40), request_id="late"))
-        await settle(fleet, 120)
-        assert isinstance(late.error, EngineDead) and "no room" in str(late.error)
-
-    in_fleet(test)
+    short, other, long = fleet.engines
+    for engine in (short, other):
+        fleet.lose(engine.name, "it begins anew", killed=True)
+        engine.context = 10
+        engine.begin()
+        await fleet.join(engine)
+    readers = [begun(fleet, replace(asked(40), request_id=f"r{i}", seed=i)) for i in range(9)]
+    await settle(fleet, 4)
+    assert where(fleet) == [long.name]
+    fleet.client.drain(long.name)
+    await settle(fleet, 60)
+    assert all(reader.tokens == stream_of(reader.request) for reader in readers)
+    fleet.client.drain(long.name, False)
+    whole = asked(INFO.max_model_len - 3)
+    fleet.client.drain(long.name)
+    await settle(fleet, 2)
+    reader = begun(fleet, whole)
+    await settle(fleet, 20)
+    assert reader.ended and len(reader.tokens) == 7, "it may end with a node's own context"
+    fleet.lose(long.name, "it ends", killed=True)
+    late = begun(fleet, replace(asked(40), request_id="late"))
+    await settle(fleet, 120)
+    assert isinstance(late.error, EngineDead) and "no room" in str(late.error)
 
 
-def test_a_node_that_is_away_for_long_is_forgotten() -> None:
-    async def test(fleet: LossyFleet) -> None:
-        first, second = fleet.engines[:2]
-        for engine in (first, second):
-            fleet.lose(engine.name, "it ends", killed=True)
-        await fleet.join(second)
-        view = fleet.client.router.view
-        assert first.name in {node.name for node in view.nodes.values()}
-        await asyncio.sleep(2 * FORGET_S)
-        assert {node.name for node in view.nodes.values()} == fleet.client.nodes.keys()
-        await fleet.join(first)
-        reader = begun(fleet, asked(5))
-        await settle(fleet, 30)
-        assert reader.tokens == stream_of(reader.request)
-
-    in_fleet(test)
+@in_fleet
+async def test_a_node_that_is_away_for_long_is_forgotten(fleet: LossyFleet) -> None:
+    first, second = fleet.engines[:2]
+    for engine in (first, second):
+        fleet.lose(engine.name, "it ends", killed=True)
+    await fleet.join(second)
+    view = fleet.client.router.view
+    assert first.name in {node.name for node in view.nodes.values()}
+    await asyncio.sleep(2 * FORGET_S)
+    assert {node.name for node in view.nodes.values()} == fleet.client.nodes.keys()
+    await fleet.join(first)
+    reader = begun(fleet, asked(5))
+    await settle(fleet, 30)
+    assert reader.tokens == stream_of(reader.request)
 
 
-def test_who_lost_its_memory_to_others_goes_where_there_is_room() -> None:
+@in_fleet
+async def test_who_lost_its_memory_to_others_goes_where_there_is_room(fleet: LossyFleet) -> None:
     """The youngest first; nobody goes where there is no more room than here."""
-
-    async def test(fleet: LossyFleet) -> None:
-        first, *others = fleet.engines
-        for engine in others:
-            engine.idle = True
-        await settle(fleet, 2)
-        readers = [begun(fleet, replace(asked(90), request_id=f"r{k}")) for k in range(3)]
-        await settle(fleet, 3)
-        for engine in others:
-            engine.idle, engine.kv_usage = False, 0.95
-        _, *stranded = first.running
-        first.stranded = tuple(stranded)
-        await settle(fleet, 3)
-        assert where(fleet) == [first.name], "no node has room"
-        others[0].kv_usage, first.stranded = 0.5, ()
-        await settle(fleet, 2)
-        first.stranded = tuple(stranded)
-        await settle(fleet, 1)
-        first.stranded = ()
-        await settle(fleet, 3)
-        assert [len(engine.running) for engine in fleet.engines] == [2, 1, 0]
-        assert fleet.client.explain("r2")[-1]["why"] == "its node was short of memory"
-        await settle(fleet, 100)
-        assert all(reader.tokens == stream_of(reader.request) for reader in readers)
-
-    in_fleet(test)
+    first, *others = fleet.engines
+    for engine in others:
+        engine.idle = True
+    await settle(fleet, 2)
+    readers = [begun(fleet, replace(asked(90), request_id=f"r{k}")) for k in range(3)]
+    await settle(fleet, 3)
+    for engine in others:
+        engine.idle, engine.kv_usage = False, 0.95
+    _, *stranded = first.running
+    first.stranded = tuple(stranded)
+    await settle(fleet, 3)
+    assert where(fleet) == [first.name], "no node has room"
+    others[0].kv_usage, first.stranded = 0.5, ()
+    await settle(fleet, 2)
+    first.stranded = tuple(stranded)
+    await settle(fleet, 1)
+    first.stranded = ()
+    await settle(fleet, 3)
+    assert [len(engine.running) for engine in fleet.engines] == [2, 1, 0]
+    assert fleet.client.explain("r2")[-1]["why"] == "its node was short of memory"
+    await settle(fleet, 100)
+    assert all(reader.tokens == stream_of(reader.request) for reader in readers)
 
 
-def test_a_long_request_that_fits_nowhere_holds_up_no_short_one() -> None:
+@in_fleet
+async def test_a_long_request_that_fits_nowhere_holds_up_no_short_one(fleet: LossyFleet) -> None:
     """The youngest of those that lost their memory is too long for the other nodes."""
-
-    async def test(fleet: LossyFleet) -> None:
-        first, *others = fleet.engines
-        for engine in others:
-            engine.idle = True
-        await settle(fleet, 2)
-        info = fleet.client.nodes[first.name].info
-        long = [1, 2, 3] * (info.num_blocks * info.block_size // 6)
-        asks = [asked(90), asked(90), replace(asked(90), prompt_ids=long)]
-        readers = [begun(fleet, replace(ask, request_id=f"r{k}")) for k, ask in enumerate(asks)]
-        await settle(fleet, 3)
-        for engine in others:
-            engine.idle, engine.kv_usage = False, 0.5
-        await settle(fleet, 2)
-        first.stranded = tuple(first.running)[1:]
-        await settle(fleet, 1)
-        first.stranded = ()
-        await settle(fleet, 3)
-        assert fleet.client.explain("r1")[-1]["why"] == "its node was short of memory"
-        assert len(fleet.client.explain("r2")) == 1
-        await settle(fleet, 100)
-        assert all(reader.tokens == stream_of(reader.request) for reader in readers)
-
-    in_fleet(test)
+    first, *others = fleet.engines
+    for engine in others:
+        engine.idle = True
+    await settle(fleet, 2)
+    info = fleet.client.nodes[first.name].info
+    long = [1, 2, 3] * (info.num_blocks * info.block_size // 6)
+    asks = [asked(90), asked(90), replace(asked(90), prompt_ids=long)]
+    readers = [begun(fleet, replace(ask, request_id=f"r{k}")) for k, ask in enumerate(asks)]
+    await settle(fleet, 3)
+    for engine in others:
+        engine.idle, engine.kv_usage = False, 0.5
+    await settle(fleet, 2)
+    first.stranded = tuple(first.running)[1:]
+    await settle(fleet, 1)
+    first.stranded = ()
+    await settle(fleet, 3)
+    assert fleet.client.explain("r1")[-1]["why"] == "its node was short of memory"
+    assert len(fleet.client.explain("r2")) == 1
+    await settle(fleet, 100)
+    assert all(reader.tokens == stream_of(reader.request) for reader in readers)
 
 
-def test_who_left_for_want_of_memory_comes_back_if_there_is_no_other_node() -> None:
-    async def test(fleet: LossyFleet) -> None:
-        reader = begun(fleet, asked(90))
-        await settle(fleet, 3)
-        (name,) = where(fleet)
-        source = next(engine for engine in fleet.engines if engine.name == name)
-        source.stranded = tuple(source.running)
-        source.report()
-        fleet.links[name].carry()
-        source.stranded = ()
-        for engine in fleet.engines:
-            if engine is not source:
-                fleet.lose(engine.name, "it gives no sign of life", killed=True)
-        await settle(fleet, 5)
-        assert where(fleet) == [name]
-        await settle(fleet, 100)
-        assert reader.tokens == stream_of(reader.request)
-
-    in_fleet(test)
+@in_fleet
+async def test_who_left_for_want_of_memory_comes_back_if_there_is_no_other_node(
+    fleet: LossyFleet,
+) -> None:
+    reader = begun(fleet, asked(90))
+    await settle(fleet, 3)
+    (name,) = where(fleet)
+    source = next(engine for engine in fleet.engines if engine.name == name)
+    source.stranded = tuple(source.running)
+    source.report()
+    fleet.links[name].carry()
+    source.stranded = ()
+    for engine in fleet.engines:
+        if engine is not source:
+            fleet.lose(engine.name, "it gives no sign of life", killed=True)
+    await settle(fleet, 5)
+    assert where(fleet) == [name]
+    await settle(fleet, 100)
+    assert reader.tokens == stream_of(reader.request)
 
 
 def states(fleet: LossyFleet) -> Counter[str]:
     return Counter(str(each["state"]) for each in fleet.client.describe())
 
 
-def test_few_requests_end_up_on_few_nodes_and_more_on_more() -> None:
-    async def test(fleet: LossyFleet) -> None:
-        for engine in fleet.engines:
-            engine.controller = fleet.client.process
-        controller = Controller(fleet.client, target=0.5)
-        readers = [begun(fleet, asked(400))]
-        await settle(fleet, 120)
-        assert states(fleet) == {"up": 1, "idle": 2} and len(where(fleet)) == 1
-        assert fleet.client.figures.wanted_replicas == 1 + SPARE
-        readers += [begun(fleet, replace(asked(80), request_id=f"r{k}")) for k in range(6)]
-        await settle(fleet, 10)
-        assert states(fleet) == {"up": 3}
-        assert fleet.client.figures.wanted_replicas == 3 + SPARE
-        await settle(fleet, 50)  # until they are warm
-        readers += [begun(fleet, replace(asked(80), request_id=f"s{k}")) for k in range(4)]
-        await settle(fleet, 5)
-        assert len(where(fleet)) == 3
-        await settle(fleet, 400)
-        assert all(reader.tokens == stream_of(reader.request) for reader in readers)
-        await controller.close()
-
-    in_fleet(test)
+@in_fleet
+async def test_few_requests_end_up_on_few_nodes_and_more_on_more(fleet: LossyFleet) -> None:
+    for engine in fleet.engines:
+        engine.controller = fleet.client.process
+    controller = Controller(fleet.client, target=0.5)
+    readers = [begun(fleet, asked(400))]
+    await settle(fleet, 120)
+    assert states(fleet) == {"up": 1, "idle": 2} and len(where(fleet)) == 1
+    assert fleet.client.figures.wanted_replicas == 1 + SPARE
+    readers += [begun(fleet, replace(asked(80), request_id=f"r{k}")) for k in range(6)]
+    await settle(fleet, 10)
+    assert states(fleet) == {"up": 3}
+    assert fleet.client.figures.wanted_replicas == 3 + SPARE
+    await settle(fleet, 50)  # until they are warm
+    readers += [begun(fleet, replace(asked(80), request_id=f"s{k}")) for k in range(4)]
+    await settle(fleet, 5)
+    assert len(where(fleet)) == 3
+    await settle(fleet, 400)
+    assert all(reader.tokens == stream_of(reader.request) for reader in readers)
+    await controller.close()
 
 
-def test_one_process_decides_and_the_next_one_begins_with_what_nodes_were_told() -> None:
-    async def test(fleet: LossyFleet) -> None:
-        first, second, _ = fleet.engines
-        first.controller, second.controller = "another", fleet.client.process
-        second.idle = True
-        controller = Controller(fleet.client, target=0.5)
-        await settle(fleet, 120)
-        assert fleet.client.figures.wanted_replicas is None and states(fleet)["idle"] == 1
-        first.begin()
-        fleet.lose(first.name, "the engine died", killed=True)
-        await settle(fleet, 10)
-        assert fleet.client.figures.wanted_replicas is not None
-        assert second.idle and states(fleet) == {"idle": 1, "up": 1}
-        await controller.close()
-
-    in_fleet(test)
-
-
-def test_a_controller_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(fleet: LossyFleet) -> None:
-        errors, prefetched = [RuntimeError("one"), RuntimeError("two")], []
-
-        def loads(view: FleetView) -> list[NodeLoad]:
-            if errors:
-                raise errors.pop()
-            return loads_of(view)
-
-        async def prefetch(*args: object) -> None:
-            prefetched.append(args)
-            raise RuntimeError
-
-        monkeypatch.setattr("weft.fleet.controller.loads_of", loads)
-        monkeypatch.setattr(fleet.client.adapters, "prefetch", prefetch)
-        for engine in fleet.engines:
-            engine.controller = fleet.client.process
-        controller = Controller(fleet.client)
-        await settle(fleet, 100)
-        assert fleet.client.figures.wanted_replicas == 1 + SPARE and len(prefetched) > 1
-        await controller.close()
-
-    in_fleet(test)
+@in_fleet
+async def test_one_process_decides_and_the_next_one_begins_with_what_nodes_were_told(
+    fleet: LossyFleet,
+) -> None:
+    first, second, _ = fleet.engines
+    first.controller, second.controller = "another", fleet.client.process
+    second.idle = True
+    controller = Controller(fleet.client, target=0.5)
+    await settle(fleet, 120)
+    assert fleet.client.figures.wanted_replicas is None and states(fleet)["idle"] == 1
+    first.begin()
+    fleet.lose(first.name, "the engine died", killed=True)
+    await settle(fleet, 10)
+    assert fleet.client.figures.wanted_replicas is not None
+    assert second.idle and states(fleet) == {"idle": 1, "up": 1}
+    await controller.close()
 
 
-def test_idle_nodes_serve_again_when_nobody_wants_them_idle() -> None:
-    async def test(fleet: LossyFleet) -> None:
-        for engine in fleet.engines:
-            engine.controller, engine.idle = fleet.client.process, True
-        controller = Controller(fleet.client)
-        await settle(fleet, 10)
-        assert states(fleet) == {"up": 3}
-        await controller.close()
+@in_fleet
+async def test_a_controller_goes_on_after_an_error(
+    fleet: LossyFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors, prefetched = [RuntimeError("one"), RuntimeError("two")], []
 
-    in_fleet(test)
+    def loads(view: FleetView) -> list[NodeLoad]:
+        if errors:
+            raise errors.pop()
+        return loads_of(view)
+
+    async def prefetch(*args: object) -> None:
+        prefetched.append(args)
+        raise RuntimeError
+
+    monkeypatch.setattr("weft.fleet.controller.loads_of", loads)
+    monkeypatch.setattr(fleet.client.adapters, "prefetch", prefetch)
+    for engine in fleet.engines:
+        engine.controller = fleet.client.process
+    controller = Controller(fleet.client)
+    await settle(fleet, 100)
+    assert fleet.client.figures.wanted_replicas == 1 + SPARE and len(prefetched) > 1
+    await controller.close()
 
 
-def test_a_hot_adapter_comes_to_a_second_node_ahead_of_requests() -> None:
+@in_fleet
+async def test_idle_nodes_serve_again_when_nobody_wants_them_idle(fleet: LossyFleet) -> None:
+    for engine in fleet.engines:
+        engine.controller, engine.idle = fleet.client.process, True
+    controller = Controller(fleet.client)
+    await settle(fleet, 10)
+    assert states(fleet) == {"up": 3}
+    await controller.close()
+
+
+@in_fleet
+async def test_a_hot_adapter_comes_to_a_second_node_ahead_of_requests(fleet: LossyFleet) -> None:
     """That node is told which ones have it, to get it from there."""
-
-    async def test(fleet: LossyFleet) -> None:
-        controller = Controller(fleet.client)
-        source = AdapterSource("/a", DIGESTS[0])
-        await hold(fleet, source)
-        reader = begun(fleet, asked(90, DIGESTS[0]))
-        await settle(fleet, 60)
-        assert sum(bool(engine.held) for engine in fleet.engines) > 1
-        (first,) = (engine for engine in fleet.engines if engine.sources[:1] == [source])
-        for other in fleet.engines:
-            if other is not first and other.sources:
-                assert fleet.links[first.name].address in other.sources[0].peers
-        assert len(where(fleet)) <= 1, "its request did not go there"
-        await settle(fleet, 60)
-        assert reader.tokens == stream_of(reader.request)
-        await controller.close()
-
-    in_fleet(test)
+    controller = Controller(fleet.client)
+    source = AdapterSource("/a", DIGESTS[0])
+    await hold(fleet, source)
+    reader = begun(fleet, asked(90, DIGESTS[0]))
+    await settle(fleet, 60)
+    assert sum(bool(engine.held) for engine in fleet.engines) > 1
+    (first,) = (engine for engine in fleet.engines if engine.sources[:1] == [source])
+    for other in fleet.engines:
+        if other is not first and other.sources:
+            assert fleet.links[first.name].address in other.sources[0].peers
+    assert len(where(fleet)) <= 1, "its request did not go there"
+    await settle(fleet, 60)
+    assert reader.tokens == stream_of(reader.request)
+    await controller.close()
 
 
-def test_labels_say_which_nodes_keep_an_adapter() -> None:
+@in_fleet
+async def test_labels_say_which_nodes_keep_an_adapter(fleet: LossyFleet) -> None:
     """It is pinned there whatever its load, only they serve it, and a request that none of them
     takes ends with the label's name. Without the label, all nodes serve it again."""
-
-    async def test(fleet: LossyFleet) -> None:
-        placed, digest = fleet.client.adapters, DIGESTS[0]
-        placed.pins = {digest: NodePin(("n1", "n2"), 0)}
-        controller = Controller(fleet.client)
-        await hold(fleet, AdapterSource("/a", digest))
-        await settle(fleet, 60)
-        n0, n1, n2 = fleet.engines
-        assert n1.pinned == n2.pinned == {digest} and not n0.sources
-        (shown,) = fleet.client.pins()
-        assert shown == {
-            "adapters": ["name"], "labels": "weft.nodes=n1,n2", "on": ["n1", "n2"], "missing": 0
-        }  # fmt: skip
-        reader = begun(fleet, asked(40, digest))
-        for _ in range(3):
-            await settle(fleet, 3)
-            (name,) = where(fleet)
-            assert name != "n0"
-            fleet.client.drain(name)
-            await settle(fleet, 3)
-            fleet.client.drain(name, False)
-        assert fleet.client.explain("r")[0]["pins"] == "weft.nodes=n1,n2"
-        for name in ("n1", "n2"):
-            fleet.client.drain(name)
-        await settle(fleet, 60)
-        assert reader.tokens == stream_of(reader.request), "drained nodes serve what no other may"
-        for name in ("n1", "n2"):
-            fleet.lose(name, "it ends", killed=True)
-        refused = begun(fleet, asked(5, digest))
-        await settle(fleet, 120)
-        assert refused.events[-1].error is not None
-        error = from_wire(refused.events[-1].error)
-        assert isinstance(error, AdapterUnavailable) and "weft.nodes lets only n1, n2" in str(error)
-        placed.pins = {}
-        reader = begun(fleet, asked(5, digest))
-        await settle(fleet, 60)
-        assert reader.tokens == stream_of(reader.request)
-        for engine in (n1, n2):
-            engine.begin()
-            await fleet.join(engine)
-        await settle(fleet, 60)
-        assert not (n1.pinned or n2.pinned or fleet.client.pins())
-        await controller.close()
-
-    in_fleet(test)
+    placed, digest = fleet.client.adapters, DIGESTS[0]
+    placed.pins = {digest: NodePin(("n1", "n2"), 0)}
+    controller = Controller(fleet.client)
+    await hold(fleet, AdapterSource("/a", digest))
+    await settle(fleet, 60)
+    n0, n1, n2 = fleet.engines
+    assert n1.pinned == n2.pinned == {digest} and not n0.sources
+    (shown,) = fleet.client.pins()
+    assert shown == {
+        "adapters": ["name"], "labels": "weft.nodes=n1,n2", "on": ["n1", "n2"], "missing": 0
+    }  # fmt: skip
+    reader = begun(fleet, asked(40, digest))
+    for _ in range(3):
+        await settle(fleet, 3)
+        (name,) = where(fleet)
+        assert name != "n0"
+        fleet.client.drain(name)
+        await settle(fleet, 3)
+        fleet.client.drain(name, False)
+    assert fleet.client.explain("r")[0]["pins"] == "weft.nodes=n1,n2"
+    for name in ("n1", "n2"):
+        fleet.client.drain(name)
+    await settle(fleet, 60)
+    assert reader.tokens == stream_of(reader.request), "drained nodes serve what no other may"
+    for name in ("n1", "n2"):
+        fleet.lose(name, "it ends", killed=True)
+    refused = begun(fleet, asked(5, digest))
+    await settle(fleet, 120)
+    assert refused.events[-1].error is not None
+    error = from_wire(refused.events[-1].error)
+    assert isinstance(error, AdapterUnavailable) and "weft.nodes lets only n1, n2" in str(error)
+    placed.pins = {}
+    reader = begun(fleet, asked(5, digest))
+    await settle(fleet, 60)
+    assert reader.tokens == stream_of(reader.request)
+    for engine in (n1, n2):
+        engine.begin()
+        await fleet.join(engine)
+    await settle(fleet, 60)
+    assert not (n1.pinned or n2.pinned or fleet.client.pins())
+    await controller.close()
 
 
-def test_adapters_are_kept_on_nodes_with_certain_labels() -> None:
+@in_fleet
+async def test_adapters_are_kept_on_nodes_with_certain_labels(fleet: LossyFleet) -> None:
     """A node that comes later and has the labels keeps the adapter too, and if no such node is
     left, the request ends with the labels' names."""
 
-    async def test(fleet: LossyFleet) -> None:
-        async def begin(engine: PretendedEngine, **labels: str) -> None:
-            fleet.lose(engine.name, "it begins anew", killed=True)
-            engine.labels = labels
-            engine.begin()
-            await fleet.join(engine)
+    async def begin(engine: PretendedEngine, **labels: str) -> None:
+        fleet.lose(engine.name, "it begins anew", killed=True)
+        engine.labels = labels
+        engine.begin()
+        await fleet.join(engine)
 
-        n0, n1, n2 = fleet.engines
-        await begin(n1, gpu="h200", zone="a")
-        await begin(n2, gpu="h200", zone="b")
-        await settle(fleet, 10)
-        shown = {each["node"]: each["labels"] for each in fleet.client.describe()}
-        assert shown == {"n0": {}, "n1": n1.labels, "n2": n2.labels}
+    n0, n1, n2 = fleet.engines
+    await begin(n1, gpu="h200", zone="a")
+    await begin(n2, gpu="h200", zone="b")
+    await settle(fleet, 10)
+    shown = {each["node"]: each["labels"] for each in fleet.client.describe()}
+    assert shown == {"n0": {}, "n1": n1.labels, "n2": n2.labels}
 
-        placed, digest = fleet.client.adapters, DIGESTS[0]
-        placed.pins = {digest: NodePin(labels={"gpu": "h200", "zone": "a"})}
-        controller = Controller(fleet.client)
-        await hold(fleet, AdapterSource("/a", digest))
-        await settle(fleet, 56)
-        assert n1.pinned == {digest} and not (n0.sources or n2.sources)
-        (pin,) = fleet.client.pins()
-        assert (pin["labels"], pin["on"]) == ("weft.node-labels=gpu=h200,zone=a", ["n1"])
-        reader = begun(fleet, asked(20, digest))
-        await settle(fleet, 3)
-        assert where(fleet) == ["n1"]
-        await begin(n2, gpu="h200", zone="a", rack="7")
-        await settle(fleet, 60)
-        assert n2.pinned == {digest} and fleet.client.pins()[0]["missing"] == 0
-        assert reader.tokens == stream_of(reader.request)
+    placed, digest = fleet.client.adapters, DIGESTS[0]
+    placed.pins = {digest: NodePin(labels={"gpu": "h200", "zone": "a"})}
+    controller = Controller(fleet.client)
+    await hold(fleet, AdapterSource("/a", digest))
+    await settle(fleet, 56)
+    assert n1.pinned == {digest} and not (n0.sources or n2.sources)
+    (pin,) = fleet.client.pins()
+    assert (pin["labels"], pin["on"]) == ("weft.node-labels=gpu=h200,zone=a", ["n1"])
+    reader = begun(fleet, asked(20, digest))
+    await settle(fleet, 3)
+    assert where(fleet) == ["n1"]
+    await begin(n2, gpu="h200", zone="a", rack="7")
+    await settle(fleet, 60)
+    assert n2.pinned == {digest} and fleet.client.pins()[0]["missing"] == 0
+    assert reader.tokens == stream_of(reader.request)
 
-        placed.pins = {digest: NodePin(labels={"gpu": "h200"}, replicas=1)}
-        await settle(fleet, 60)
-        assert sorted(map(len, (n0.pinned, n1.pinned, n2.pinned))) == [0, 0, 1] and not n0.pinned
-        for engine in (n1, n2):
-            fleet.lose(engine.name, "it ends", killed=True)
-        refused = begun(fleet, asked(5, digest))
-        await settle(fleet, 120)
-        assert refused.events[-1].error is not None
-        error = from_wire(refused.events[-1].error)
-        assert isinstance(error, AdapterUnavailable)
-        assert "weft.node-labels=gpu=h200 lets only nodes with these labels" in str(error)
-        await controller.close()
-
-    in_fleet(test)
+    placed.pins = {digest: NodePin(labels={"gpu": "h200"}, replicas=1)}
+    await settle(fleet, 60)
+    assert sorted(map(len, (n0.pinned, n1.pinned, n2.pinned))) == [0, 0, 1] and not n0.pinned
+    for engine in (n1, n2):
+        fleet.lose(engine.name, "it ends", killed=True)
+    refused = begun(fleet, asked(5, digest))
+    await settle(fleet, 120)
+    assert refused.events[-1].error is not None
+    error = from_wire(refused.events[-1].error)
+    assert isinstance(error, AdapterUnavailable)
+    assert "weft.node-labels=gpu=h200 lets only nodes with these labels" in str(error)
+    await controller.close()
 
 
-def test_an_adapter_is_kept_on_as_many_nodes_as_its_label_says() -> None:
-    async def test(fleet: LossyFleet) -> None:
-        placed, digest = fleet.client.adapters, DIGESTS[0]
-        placed.pins = {digest: NodePin(replicas=2)}
-        controller = Controller(fleet.client)
-        await hold(fleet, AdapterSource("/a", digest))
-        await settle(fleet, 60)
-        keeping = [engine.name for engine in fleet.engines if engine.pinned]
-        assert len(keeping) == 2 and fleet.client.pins()[0]["missing"] == 0
-        fleet.lose(keeping[0], "it ends", killed=True)
-        await settle(fleet, 60)
-        assert fleet.client.pins()[0]["on"] == sorted(
-            engine.name for engine in fleet.engines if engine.name != keeping[0]
-        )
-        placed.pins = {digest: NodePin(replicas=4)}
-        await settle(fleet, 60)
-        assert fleet.client.pins()[0]["missing"] == 2
-        await controller.close()
-
-    in_fleet(test)
+@in_fleet
+async def test_an_adapter_is_kept_on_as_many_nodes_as_its_label_says(fleet: LossyFleet) -> None:
+    placed, digest = fleet.client.adapters, DIGESTS[0]
+    placed.pins = {digest: NodePin(replicas=2)}
+    controller = Controller(fleet.client)
+    await hold(fleet, AdapterSource("/a", digest))
+    await settle(fleet, 60)
+    keeping = [engine.name for engine in fleet.engines if engine.pinned]
+    assert len(keeping) == 2 and fleet.client.pins()[0]["missing"] == 0
+    fleet.lose(keeping[0], "it ends", killed=True)
+    await settle(fleet, 60)
+    assert fleet.client.pins()[0]["on"] == sorted(
+        engine.name for engine in fleet.engines if engine.name != keeping[0]
+    )
+    placed.pins = {digest: NodePin(replicas=4)}
+    await settle(fleet, 60)
+    assert fleet.client.pins()[0]["missing"] == 2
+    await controller.close()
 
 
-def test_the_webhook_is_told_how_many_nodes_are_wanted() -> None:
+@in_fleet
+async def test_the_webhook_is_told_how_many_nodes_are_wanted(fleet: LossyFleet) -> None:
     """Each change once; what could not be told is told again."""
     told: SimpleQueue[Any] = SimpleQueue()
 
@@ -861,98 +833,86 @@ def test_the_webhook_is_told_how_many_nodes_are_wanted() -> None:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hook)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-
-    async def test(fleet: LossyFleet) -> None:
-        for engine in fleet.engines:
-            engine.controller = fleet.client.process
-        controller = Controller(fleet.client, None, f"http://127.0.0.1:{server.server_port}")
-        while told.empty():
-            await settle(fleet, 1)
-            await asyncio.to_thread(time.sleep, 0.002)  # the clock here is not the server's
-        await controller.close()
-
-    in_fleet(test)
+    for engine in fleet.engines:
+        engine.controller = fleet.client.process
+    controller = Controller(fleet.client, None, f"http://127.0.0.1:{server.server_port}")
+    while told.empty():
+        await settle(fleet, 1)
+        await asyncio.to_thread(time.sleep, 0.002)  # the clock here is not the server's
+    await controller.close()
     server.shutdown()
     server.server_close()
     assert told.get() == {"wanted_replicas": 1 + SPARE, "nodes": {"up": 3}}
 
 
-def test_requests_go_where_their_adapter_can_be_had() -> None:
+@in_fleet
+async def test_requests_go_where_their_adapter_can_be_had(fleet: LossyFleet) -> None:
     """A node that can't read it is passed over; if none can, the request ends with that error."""
-
-    async def test(fleet: LossyFleet) -> None:
-        source = AdapterSource("/a", DIGESTS[0])
-        await hold(fleet, source)
-        for engine in fleet.engines[:2]:
-            engine.refuses, engine.held = {DIGESTS[0]}, set()
-        fleet.engines[2].held = set()
-        for node in fleet.client.nodes.values():
-            node.held.clear()
-        reader = begun(fleet, asked(5, DIGESTS[0]))
-        await settle(fleet, 30)
-        assert reader.tokens == stream_of(reader.request)
-        fleet.engines[2].refuses = {DIGESTS[0]}
-        fleet.client.nodes["n2"].held.clear()
-        reader = begun(fleet, asked(5, DIGESTS[0]))
-        await settle(fleet, 30)
-        error = reader.events[-1].error
-        assert error is not None and isinstance(from_wire(error), AdapterUnavailable)
-
-    in_fleet(test)
+    source = AdapterSource("/a", DIGESTS[0])
+    await hold(fleet, source)
+    for engine in fleet.engines[:2]:
+        engine.refuses, engine.held = {DIGESTS[0]}, set()
+    fleet.engines[2].held = set()
+    for node in fleet.client.nodes.values():
+        node.held.clear()
+    reader = begun(fleet, asked(5, DIGESTS[0]))
+    await settle(fleet, 30)
+    assert reader.tokens == stream_of(reader.request)
+    fleet.engines[2].refuses = {DIGESTS[0]}
+    fleet.client.nodes["n2"].held.clear()
+    reader = begun(fleet, asked(5, DIGESTS[0]))
+    await settle(fleet, 30)
+    error = reader.events[-1].error
+    assert error is not None and isinstance(from_wire(error), AdapterUnavailable)
 
 
-def test_a_request_waits_while_the_registry_is_away() -> None:
-    async def test(fleet: LossyFleet) -> None:
-        await hold(fleet, AdapterSource("/a", DIGESTS[0]))
-        for engine in fleet.engines:
-            engine.held, engine.registry_away = set(), True
-            fleet.client.nodes[engine.name].held.clear()
-        reader = begun(fleet, asked(5, DIGESTS[0]))
-        await settle(fleet, 30)
-        assert not reader.events
-        fleet.engines[1].registry_away = False
-        await settle(fleet, 30)
-        assert reader.tokens == stream_of(reader.request)
-        late = begun(fleet, asked(5, DIGESTS[0]))
-        fleet.engines[1].begin()
-        fleet.client.nodes["n1"].held.clear()
-        fleet.engines[1].registry_away = True
-        await settle(fleet, 200)
-        error = late.events[-1].error
-        assert error is not None and isinstance(from_wire(error), RegistryUnavailable)
-
-    in_fleet(test)
+@in_fleet
+async def test_a_request_waits_while_the_registry_is_away(fleet: LossyFleet) -> None:
+    await hold(fleet, AdapterSource("/a", DIGESTS[0]))
+    for engine in fleet.engines:
+        engine.held, engine.registry_away = set(), True
+        fleet.client.nodes[engine.name].held.clear()
+    reader = begun(fleet, asked(5, DIGESTS[0]))
+    await settle(fleet, 30)
+    assert not reader.events
+    fleet.engines[1].registry_away = False
+    await settle(fleet, 30)
+    assert reader.tokens == stream_of(reader.request)
+    late = begun(fleet, asked(5, DIGESTS[0]))
+    fleet.engines[1].begin()
+    fleet.client.nodes["n1"].held.clear()
+    fleet.engines[1].registry_away = True
+    await settle(fleet, 200)
+    error = late.events[-1].error
+    assert error is not None and isinstance(from_wire(error), RegistryUnavailable)
 
 
-def test_pinned_adapters_are_everywhere_and_are_released_everywhere() -> None:
-    async def test(fleet: LossyFleet) -> None:
-        source = AdapterSource("/a", DIGESTS[0])
-        await hold(fleet, source, pinned=True)
-        assert all(engine.held for engine in fleet.engines)
-        released = asyncio.create_task(fleet.client.release(DIGESTS[0], "name"))
-        await settle(fleet, 4)
-        await released
-        assert not any(engine.held for engine in fleet.engines)
+@in_fleet
+async def test_pinned_adapters_are_everywhere_and_are_released_everywhere(
+    fleet: LossyFleet,
+) -> None:
+    source = AdapterSource("/a", DIGESTS[0])
+    await hold(fleet, source, pinned=True)
+    assert all(engine.held for engine in fleet.engines)
+    released = asyncio.create_task(fleet.client.release(DIGESTS[0], "name"))
+    await settle(fleet, 4)
+    await released
+    assert not any(engine.held for engine in fleet.engines)
 
-    in_fleet(test)
 
-
-def test_content_that_one_name_leaves_while_another_takes_it_stays() -> None:
+@in_fleet
+async def test_content_that_one_name_leaves_while_another_takes_it_stays(fleet: LossyFleet) -> None:
     """Nodes know all names of a process as one, so they let go of it after they have held it."""
-
-    async def test(fleet: LossyFleet) -> None:
-        client, digest = fleet.client, DIGESTS[0]
-        one = asyncio.create_task(client.hold(AdapterSource("/a", digest), "one"))
-        await settle(fleet, 4)
-        await one
-        two = asyncio.create_task(client.hold(AdapterSource("/b", digest), "two"))
-        await asyncio.sleep(0)  # it is on its way
-        leaving = asyncio.create_task(client.release(digest, "one"))
-        await settle(fleet, 8)
-        await asyncio.gather(two, leaving)
-        for engine in fleet.engines:
-            held = next(node for node in client.nodes.values() if node.name == engine.name).held
-            assert held == {digest for digest, _ in engine.held}
-        assert any(engine.held for engine in fleet.engines)
-
-    in_fleet(test)
+    client, digest = fleet.client, DIGESTS[0]
+    one = asyncio.create_task(client.hold(AdapterSource("/a", digest), "one"))
+    await settle(fleet, 4)
+    await one
+    two = asyncio.create_task(client.hold(AdapterSource("/b", digest), "two"))
+    await asyncio.sleep(0)  # it is on its way
+    leaving = asyncio.create_task(client.release(digest, "one"))
+    await settle(fleet, 8)
+    await asyncio.gather(two, leaving)
+    for engine in fleet.engines:
+        held = next(node for node in client.nodes.values() if node.name == engine.name).held
+        assert held == {digest for digest, _ in engine.held}
+    assert any(engine.held for engine in fleet.engines)
