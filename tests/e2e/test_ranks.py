@@ -177,7 +177,7 @@ def world(
         serving_here(
             folder, folder / "base", dtype="float32", block_size=BLOCK, **options, **memory
         ) as url,
-        httpx.Client(base_url=url, timeout=120) as client,
+        httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
         warnings.catch_warnings(action="ignore"),  # peft's, of what is not there in some family
     ):
         known = KINDS | EXPERTS
