@@ -393,7 +393,7 @@ def plot_history(
     ] = Path("benchmarks/history.jsonl"),
     to: Annotated[
         Path, typer.Option(metavar="FOLDER", help="The folder to write the plots to.")
-    ] = Path("docs/images"),
+    ] = Path("plots"),
 ) -> None:
     """Draw what the newest runs in a history show, beside other servers' figures."""
     with ending_in_one_line():
