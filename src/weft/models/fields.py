@@ -240,7 +240,7 @@ def check_fields(hf: Any) -> None:
 
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("intermediate_size", "moe_intermediate_size", "shared_intermediate_size"),
+    *("intermediate_size", "moe_intermediate_size"),
     *("block_multiple_of", "conv_L_cache"),
     *("max_position_embeddings", "n_shared_experts"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
