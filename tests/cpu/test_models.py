@@ -46,6 +46,7 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -149,6 +150,16 @@ GRANITE4 = {
     "mamba_n_heads": 4,
 }
 """The inner width of the MLP is not `intermediate_size`."""
+NEMOTRON_H = {
+    **{n: v for n, v in SIZES.items() if n != "num_hidden_layers"},
+    **ROUTED,
+    "moe_shared_expert_intermediate_size": 28,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 12,
+    "conv_kernel": 3,
+}
+"""How many layers there are follows from their types."""
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
@@ -477,6 +488,32 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         norm_topk_prob=False,
         conv_L_cache=2,
         tie_word_embeddings=False,
+    ),
+    "nemotron-h": NemotronHConfig(
+        **NEMOTRON_H,
+        layers_block_type=[*("linear_attention", "moe") * 2, "full_attention", "mlp", "moe"],
+        n_groups=2,
+        head_dim=12,
+        routed_scaling_factor=2.5,
+    ),
+    "nemotron-h-dense-biases": NemotronHConfig(
+        **NEMOTRON_H,
+        layers_block_type=["full_attention", "mlp", "linear_attention", "full_attention"],
+        n_groups=1,
+        head_dim=8,
+        time_step_min=0.5,
+        mlp_bias=True,
+        use_bias=True,
+        use_conv_bias=False,
+    ),
+    "nemotron-h-groups": NemotronHConfig(
+        **NEMOTRON_H,
+        layers_block_type=["moe", "full_attention", "linear_attention"],
+        n_groups=4,
+        head_dim=8,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=False,
     ),
     "glm": GlmConfig(**SIZES, **NO_PAD, head_dim=12, rms_norm_eps=1e-5),
     "glm4": Glm4Config(**SIZES, **NO_PAD, head_dim=16, rms_norm_eps=1e-5),
@@ -935,9 +972,9 @@ def run_guessing(decoder: Decoder, prompts: list[list[int]], seed: int) -> list[
     "name",
     [
         "qwen3-next",
-        "granite4-hybrid",
         "lfm2-bias-untied",
-        pytest.param("qwen3.5", marks=pytest.mark.exhaustive),
+        "nemotron-h",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("granite4-hybrid", "qwen3.5")),
     ],
 )
 def test_guesses_leave_recurrent_states_right(name: str, tmp_path: Path) -> None:
@@ -1087,6 +1124,21 @@ def test_every_field_is_read_or_without_effect_or_at_its_default(
                 "position_embedding_type": "rope",
             },
             {"normalization_function": "layernorm"},
+        ),
+        (
+            "NemotronHForCausalLM",
+            "nemotron_h",
+            {
+                "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+                "expand": 2,
+                "hybrid_override_pattern": "M-M*",
+                "mamba_n_groups": 8,
+                "num_hidden_layers": 4,
+                "rms_norm_eps": 1e-05,
+                "time_step_limit": [0.0, math.inf],
+                "time_step_rank": 256,
+            },
+            {"residual_scale": 0.5},
         ),
     ],
 )
@@ -1383,6 +1435,14 @@ def test_layer_types_that_disagree_are_refused(
         ("granite4-hybrid", "time_step_limit", [0.0, 0.1]),
         ("granite4-hybrid", "mamba_d_state", 0),
         ("granite4-hybrid", "mamba_n_groups", 3),
+        ("nemotron-h", "layers_block_type", ["mlp", "linear_attention"]),
+        ("nemotron-h", "mlp_bias", True),
+        ("nemotron-h", "moe_latent_size", 16),
+        ("nemotron-h", "moe_shared_expert_intermediate_size", 0),
+        ("nemotron-h", "n_group", 5),
+        ("nemotron-h", "n_groups", 3),
+        ("nemotron-h", "time_step_min", -0.1),
+        ("nemotron-h", "time_step_limit", [0.0, 0.1]),
         ("granite4", "num_local_experts", None),
         ("granite-moe", "num_local_experts", 0),
         ("granite4-experts", "num_experts_per_tok", 6),

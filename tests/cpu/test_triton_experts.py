@@ -32,12 +32,17 @@ HIDDEN, WIDTH = 128, 96
 CLAMPED = ClampedSwiglu(1.702, 0.5)
 
 
-def make_weights(num_experts: int, biased: bool, generator: torch.Generator) -> ExpertWeights:
+def make_weights(
+    num_experts: int, biased: bool, generator: torch.Generator, parts: int = 2
+) -> ExpertWeights:
+    """`parts`: of the first matrix, 2 for gate and up."""
+
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
 
-    biases = (random(num_experts, 2 * WIDTH), random(num_experts, HIDDEN)) if biased else ()
-    weights = random(num_experts, 2 * WIDTH, HIDDEN), random(num_experts, HIDDEN, WIDTH)
+    width = WIDTH if parts == 2 else 128
+    biases = (random(num_experts, parts * width), random(num_experts, HIDDEN)) if biased else ()
+    weights = random(num_experts, parts * width, HIDDEN), random(num_experts, HIDDEN, width)
     return ExpertWeights(*weights, *biases)
 
 
@@ -70,13 +75,15 @@ def expected(
         pytest.param(5, 16, 3, "silu", id="fewer pairs than experts"),
         pytest.param(33, 4, 2, CLAMPED, id="more tokens of an expert than a program takes at once"),
         pytest.param(64, 5, 1, "gelu_tanh", id="one expert each"),
+        pytest.param(9, 6, 2, "relu2", id="without gates"),
     ],
 )
 def test_each_token_gets_the_sum_of_its_experts(
     num_rows: int, num_experts: int, top_k: int, activation: Activation
 ) -> None:
     generator = torch.Generator().manual_seed(num_rows)
-    weights = make_weights(num_experts, activation is CLAMPED, generator)
+    parts = 1 if activation == "relu2" else 2
+    weights = make_weights(num_experts, activation is CLAMPED, generator, parts)
     x_TI = torch.randn(num_rows, HIDDEN, generator=generator)
     logits_TE = torch.randn(num_rows, num_experts, generator=generator)
     weight_TK, expert_TK = kernels.choose_experts(

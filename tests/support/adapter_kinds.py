@@ -55,6 +55,7 @@ from transformers import (
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -391,6 +392,19 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         sliding_window=24,
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
     ),
+    "nemotron-h": NemotronHConfig(
+        **{n: v for n, v in SIZES.items() if n != "num_hidden_layers"},
+        **ROUTED,
+        pad_token_id=None,
+        layers_block_type=["linear_attention", "full_attention", "moe", "mlp"],
+        head_dim=16,
+        n_groups=2,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        moe_shared_expert_intermediate_size=24,
+        routed_scaling_factor=1.5,
+    ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False),
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -400,6 +414,7 @@ LINEAR = {
     "granite4": ["in_proj", "out_proj"],
     "lfm2": ["in_proj"],
     "lfm2-moe": ["in_proj"],
+    "nemotron-h": ["in_proj"],
     "qwen3.5": IN_FOUR,
     "qwen3.5-moe": [*IN_FOUR, "shared_expert_gate"],
     "qwen3-next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
@@ -416,6 +431,7 @@ MIXTURES = (
     *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
     *("granite4", "gpt-oss", "mixtral", "minimax-m2", "dots1", "solar-open"),
     *("ernie4.5-moe", "granite-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite", "lfm2-moe"),
+    "nemotron-h",
 )
 ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral", "minimax-m2", "solar-open", "granite-moe")
 """The families whose layers have no MLP but experts. peft takes the names of the projections of
@@ -518,6 +534,8 @@ class Kind:
         for names in FUSED.get(family, ()):
             options = {name: fused(value, *names) for name, value in options.items()}
         targets, parameters = options["target_modules"], options.get("target_parameters")
+        if family == "nemotron-h" and targets == "all-linear":
+            options["exclude_modules"] = ["out_proj"]  # which peft refuses in this family
         if family == "gemma4-moe" and targets == "all-linear" and parameters:
             # Its router is a linear layer, and so among these.
             options["target_parameters"] = [p for p in parameters if "router" not in p]
@@ -563,6 +581,13 @@ FUSED = {
     "granite-moe": SPARSE,
     "granite4": (*SPARSE, *SHARED_MLP),
     "gpt-oss": (ROUTER,),
+    "nemotron-h": (
+        (r"\b(self_attn|mlp)\b", "mixer"),
+        (r"\bgate_up_proj\b", "up_proj"),
+        (r"\bembed_tokens\b", "embeddings"),
+        (r"^layernorm$", "1.norm"),
+        (r"^model\.norm$", "norm_f"),
+    ),
     "gemma4-moe": OF_LAYER,
 }
 """By family: a pattern for the projections that it lacks, and the one that it has instead."""

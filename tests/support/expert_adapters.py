@@ -39,7 +39,8 @@ def save_single(base: Path, folder: Path, family: str) -> None:
     generator = torch.Generator().manual_seed(5)
     tensors: dict[str, Tensor] = {}
     targets = target_table(config).by_name
-    queries = "q_proj" if "model.layers.0.self_attn.q_proj" in targets else "q_b_proj"
+    of_latents = any(name.endswith(".q_b_proj") for name in targets)
+    queries = "q_b_proj" if of_latents else "q_proj"
     sparse = [i for i, has_experts in enumerate(moe.layers) if has_experts]
 
     def add(module: str, in_size: int, out: int) -> None:

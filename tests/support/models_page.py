@@ -182,6 +182,14 @@ ROWS = [
     Row("LFM2, LFM2.5", "lfm2", ("Lfm2",), tools="`lfm2`", reasoning=THINK),
     Row("LFM2 MoE", "lfm2-moe", ("Lfm2Moe",), tools="`lfm2`", reasoning=THINK),
     Row(
+        "Nemotron-H, Nemotron Nano 2, 3 Nano",
+        "nemotron-h",
+        ("NemotronH",),
+        reasoning=THINK,
+        limits="no tools; no `moe_latent_size`; no `mlp_bias` beside experts; `peft` itself refuses"
+        " `out_proj`",
+    ),
+    Row(
         "GLM 4 dense",
         "glm4",
         ("Glm", "Glm4"),

@@ -10,6 +10,9 @@ from functools import lru_cache
 from weft.checkpoint.fields import Fields, Modules, Pattern, T
 from weft.checkpoint.refuse import refuse, show
 
+BARE_TOKENS = "embed_tokens"
+"""The module of trained token ids that come without one, whatever the model calls it."""
+
 
 @dataclass(frozen=True)
 class PeftConfig:
@@ -88,7 +91,11 @@ class PeftConfig:
     def token_ids(self, module: str) -> tuple[int, ...] | None:
         """The tokens whose rows of the module were trained."""
         name = self.trained(module)
-        found = [ids for ending, ids in self.token_indices.items() if name.endswith(ending)]
+        found = [
+            ids
+            for ending, ids in self.token_indices.items()
+            if name.endswith(ending) or (ending == BARE_TOKENS and module.endswith(ending))
+        ]
         if len(found) > 1:
             refuse("trainable_token_indices", f"names {module} more than once")
         return found[0] if found else None
@@ -108,7 +115,8 @@ class PeftConfig:
                     refuse("modules_to_save", f"the file holds no weight of {module}")
         for ending in self.token_indices:
             embeddings = map(self.trained, ("model.embed_tokens", "lm_head"))
-            if not any(name.endswith(ending) for name in embeddings):
+            is_known = any(name.endswith(ending) for name in embeddings)
+            if not is_known and ending != BARE_TOKENS:
                 refuse("trainable_token_indices", f"{show(ending)} is no embedding of the base")
 
     def check_modules(self, modules: list[str], known: Collection[str]) -> None:

@@ -101,6 +101,8 @@ class NamedTensors:
         module, part = path.removesuffix(suffix), _SUFFIXES[suffix]
         self._check(name, module, suffix, part)
         parts = self._parts.setdefault(module, {})
+        if part == "magnitude" and part in parts and tensor.equals(parts[part]):
+            return  # PEFT saves those of some embeddings twice, under two names
         if part in parts:
             refuse(name, f"is for the same weights as {parts[part].name}")
         parts[part] = tensor
@@ -126,7 +128,7 @@ class NamedTensors:
 
 _EXPERT_NAME = re.compile(
     r"base_model\.model\."
-    r"(?P<module>(?P<mlp>(?P<layer>.+?)(?:\.(?:mlp|block_sparse_moe|feed_forward))?)"
+    r"(?P<module>(?P<mlp>(?P<layer>.+?)(?:\.(?:mlp|mixer|block_sparse_moe|feed_forward))?)"
     r"\.(?:gate|(?P<whole>experts(?:\.base_layer)?)"
     r"|experts\.(?P<expert>[0-9]{1,6})\.(?P<projection>\w+)))"
     r"\.(?P<part>lora_[AB])\.weight"
@@ -141,8 +143,8 @@ PROJECTIONS = {
 _EXPERT_WRAPPERS = ("experts.base_layer", "experts")
 _MAX_FILLED = 64
 """How many times as large the matrices of all experts may be as those in the file."""
-_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-"""What PEFT puts into these, as far as it is adapted: the last one always into the last."""
+"""PEFT puts gate and up, or up alone, and down into these, as far as they are adapted: the last one
+always into the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +244,8 @@ class Gathered:
         self.experts[target.name] = TargetParts(target, a, b, scaling)
 
     def _put_router(self, module: _ExpertModule) -> None:
-        target = f"{module.mlp}.gate"
-        if target not in self._table.by_name:
-            target = f"{module.layer}.mlp.gate"
+        is_known = module.name in self._table.by_name
+        target = module.name if is_known else f"{module.layer}.mlp.gate"
         self._modules[target] = [module.name]
         for part, tensor in module.matrices.items():
             name = f"{PREFIX}{target}.{part}.weight"
@@ -254,8 +255,8 @@ class Gathered:
 
     def _target(self, module: _ExpertModule, projection: str) -> Target:
         known = self._table.by_name
-        target = known.get(f"{module.layer}.mlp.experts.{projection}")
-        for place in (module.layer, module.mlp):
+        target = None
+        for place in (f"{module.layer}.mlp", module.layer, module.mlp):
             target = target or known.get(f"{place}.experts.{projection}")
         if target is None:
             refuse(module.first, "the base model has no such projection of experts there")
@@ -263,8 +264,12 @@ class Gathered:
 
     def _put_parameters(self, mlp: str, wrappers: Mapping[str, _ExpertModule]) -> None:
         """Put the tensors that hold all experts."""
-        names = (f"{mlp}.experts.{parameter}" for parameter in _EXPERT_PARAMETERS)
-        config = self._config
+        known, config = self._table.by_name, self._config
+        gate, up, down = (f"{mlp}.experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+        if up in known and gate not in known:
+            names = up, down
+        else:
+            names = f"{mlp}.experts.gate_up_proj", down
         wanted = [name for name in names if config.selects_parameter(config.trained(name))]
         parameters = dict(zip(reversed(_EXPERT_WRAPPERS), reversed(wanted), strict=False))
         for wrapper, module in wrappers.items():

@@ -178,6 +178,8 @@ class TargetTable:
     """Whether the head's weight is the embedding's."""
     num_experts: int = 1
     vectors: tuple[Vector, ...] = ()
+    naming: tuple[tuple[str, str], ...] = ()
+    """Prefixes of names in this table, each with what checkpoints and PEFT have in its place."""
 
     def copies(self, kind: Kind) -> int:
         """How many copies of A and B a target of this kind has: one, or one for each expert."""
@@ -230,6 +232,7 @@ def build_table(
     tied: bool = False,
     num_experts: int = 1,
     vectors: Sequence[Vector] = (),
+    naming: tuple[tuple[str, str], ...] = (),
 ) -> TargetTable:
     """A table of a model's packed layers, in layer order, of its norms as (name, size) and of its
     other tensors."""
@@ -247,10 +250,15 @@ def build_table(
             offset += out
         groups.append(Group(index, row.kind, row.in_features, tuple(made), row))
     listed = tuple(Norm(name, size, index) for index, (name, size) in enumerate(norms))
-    return TargetTable(tuple(groups), listed, tied, num_experts, tuple(vectors))
+    return TargetTable(tuple(groups), listed, tied, num_experts, tuple(vectors), naming)
 
 
 TEXT_PREFIXES: tuple[tuple[str, str | None], ...] = (
+    ("backbone.embeddings.", "model.embed_tokens."),
+    ("backbone.norm_f.", "model.norm."),
+    ("backbone.", "model."),
+    ("model.embeddings.", "model.embed_tokens."),
+    ("model.norm_f.", "model.norm."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("language_model.", "model."),
@@ -268,9 +276,10 @@ TEXT_PREFIXES: tuple[tuple[str, str | None], ...] = (
     ("embed_audio.", None),
     ("multi_modal_projector.", None),
 )
-"""Prefixes of module names in models that see images too, each with its prefix in the text model
-alone; None: it is no part of that. transformers has named the text model in two ways, and a model
-without a head has names of its own. Of several prefixes that a name has, the first counts."""
+"""Prefixes of module names in models that see images too, or that call parts otherwise, each with
+its prefix in tables; None: it is no part of the text model. transformers has named the text model
+in two ways, and a model without a head has names of its own. Of several prefixes that a name has,
+the first counts."""
 _PREFIXES = tuple(prefix for prefix, _ in TEXT_PREFIXES)
 
 

@@ -81,8 +81,8 @@ def reference_rms_norm(
 
 
 def activate_and_mul(gate_up_TF: Tensor, activation: Activation = "silu") -> Tensor:
-    """`activation(gate) * up` for gate and up packed along the last dimension: (T, 2 F) -> (T, F);
-    an activation without a gate takes up alone, (T, F). gelu_tanh approximates GELU by a tanh."""
+    """`activation(gate) * up` for gate and up packed along the last dimension: (T, 2 F) -> (T, F).
+    gelu_tanh approximates GELU by a tanh. Without a gate, up is there alone: (T, F) -> (T, F)."""
     if not is_gated(activation):
         return gate_up_TF.relu().square()
     if isinstance(activation, ClampedSwiglu):

@@ -21,10 +21,18 @@ from torch import Tensor
 
 from weft.core.numbers import next_power_of_2
 from weft.core.units import EXPERT_UNIT
-from weft.kernels.ops import Activation, ClampedSwiglu, ExpertChoice, ExpertWeights, Product
+from weft.kernels.ops import (
+    Activation,
+    ClampedSwiglu,
+    ExpertChoice,
+    ExpertWeights,
+    Product,
+    is_gated,
+)
 from weft.kernels.triton_base import (
     INTERPRETED,
     activated,
+    activated_alone,
     dot,
     launch_options,
     meeting_place,
@@ -122,18 +130,21 @@ def _gate_up(
     BY_PAIR: tl.constexpr,
     CLAMPED: tl.constexpr,
     GELU: tl.constexpr,
+    GATED: tl.constexpr,
     BIAS: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out (pairs, F) = activation(gate) * up; programs: tiles of one expert after another, each of
-    BLOCK_O rows of its matrix, a row of gate and the same one of up in turns. Activations are as
-    in `weft.kernels.triton_base`."""
+    BLOCK_O rows of its matrix, a row of gate and the same one of up in turns. If not GATED, all
+    rows are of up, and out is its activation alone, without biases. Activations are as in
+    `weft.kernels.triton_base`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    HALF: tl.constexpr = BLOCK_O // 2
+    HALF: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     TILES: tl.constexpr = F // HALF
+    OUTPUTS: tl.constexpr = 2 * F if GATED else F
     place = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
     expert, count, before, pair = _tokens_of(
@@ -144,23 +155,28 @@ def _gate_up(
     o = tile * BLOCK_O + i
     to_up = 1
     at = 2 * f
-    if not CLAMPED:
+    if not GATED:
+        o = f
+    elif not CLAMPED:
         o = i % 2 * F + tile * HALF + i // 2
         to_up = F
         at = f
-    w_at = w_ptr + (expert.to(tl.int64) * 2 * F + o) * I
+    w_at = w_ptr + (expert.to(tl.int64) * OUTPUTS + o) * I
     for first in range(0, count, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         there = r < count
         pair_r = _pairs_at(r, before, pair, BLOCK_T)
         x_at = x_ptr + (pair_r // TOP_K).to(tl.int64) * x_stride
         acc = _rows_times(x_at, there, w_at, I, BLOCK_R, BLOCK_O, BLOCK_K, STAGES, EXACT)
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (HALF, 2, BLOCK_R)), (0, 2, 1)))
-        if BIAS:
-            bias_at = bias_ptr + expert * 2 * F + at
-            gate += tl.load(bias_at).to(tl.float32)[:, None]
-            up += tl.load(bias_at + to_up).to(tl.float32)[:, None]
-        y = activated(gate, up, alpha, limit, GELU, CLAMPED)
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (HALF, 2, BLOCK_R)), (0, 2, 1)))
+            if BIAS:
+                bias_at = bias_ptr + expert * 2 * F + at
+                gate += tl.load(bias_at).to(tl.float32)[:, None]
+                up += tl.load(bias_at + to_up).to(tl.float32)[:, None]
+            y = activated(gate, up, alpha, limit, GELU, CLAMPED)
+        else:
+            y = activated_alone(acc)
         y = tl.trans(y).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + pair_r[:, None] * F + f[None, :], y, mask=there[:, None])
 
@@ -273,7 +289,8 @@ def mixture(
     """The sum of each token's experts that are here, (T, I); None where other kernels are better,
     or these can't."""
     T, (_, I, F) = len(x_TI), experts.down_EIF.shape  # noqa: E741
-    if not 0 < T <= FEW_TOKENS or I % 64 or F % EXPERT_UNIT or x_TI.stride(1) != 1:
+    unit = EXPERT_UNIT if is_gated(activation) else 2 * EXPERT_UNIT
+    if not 0 < T <= FEW_TOKENS or I % 64 or F % unit or x_TI.stride(1) != 1:
         return None
     if x_TI.dtype == torch.float32 and not INTERPRETED:
         return None
@@ -311,10 +328,11 @@ def mlp(
         **launch_options(starts_early(x_TI.device)),
     }
     cut, bias_EO = _cut(I), experts.gate_up_bias_EO
-    _gate_up[places * (2 * F // cut.columns),](
+    _gate_up[places * (experts.gate_up_EOI.shape[1] // cut.columns),](
         x_TI, experts.gate_up_EOI, out_TI if bias_EO is None else bias_EO, expert_TK, inner_PF,
         T, E, x_TI.stride(0), alpha, limit, CLAMPED=clamped is not None,
-        GELU=activation == "gelu_tanh", BIAS=bias_EO is not None, **cut.constants, **common,
+        GELU=activation == "gelu_tanh", GATED=is_gated(activation), BIAS=bias_EO is not None,
+        **cut.constants, **common,
     )  # fmt: skip
     cut, bias_EI = _cut(F), experts.down_bias_EI
     _, tickets, _ = meeting_place(x_TI.device)

@@ -45,8 +45,7 @@ def target_table(config: ModelConfig, pair_ranks: int = 1) -> TargetTable:
     for i in range(config.num_layers):
         moe = experts_of(config, i)
         rows += _attention_rows(config, i)
-        if moe is None or moe.beside_mlp:
-            rows += _mlp(config, i)
+        rows += _mlp(config, i) if config.has_mlp(i) else []
         rows += _experts(moe, hidden, i) if moe else []
         rows += _layer_inputs(config, i)
     rows.append(Packed(HEAD, "head", hidden, (vocab,), ("lm_head",), axis="vocab"))
@@ -56,6 +55,7 @@ def target_table(config: ModelConfig, pair_ranks: int = 1) -> TargetTable:
         tied=config.tie_word_embeddings,
         num_experts=config.moe.num_here if config.moe else 1,
         vectors=_vectors(config),
+        naming=config.names.prefixes,
     )
 
 
@@ -101,6 +101,8 @@ def sinks_of(layer: int) -> str:
 def _attention_rows(config: ModelConfig, i: int) -> list[Packed]:
     if is_linear(config, i):
         return _linear_attention(config, i)
+    if not config.has_attention(i):
+        return []
     return _attention(config, i) if config.latent is None else _latent_attention(config, i)
 
 
@@ -129,7 +131,8 @@ def _latent_attention(config: ModelConfig, i: int) -> list[Packed]:
 
 
 def _attention(config: ModelConfig, i: int) -> list[Packed]:
-    name, hidden, shape = f"model.layers.{i}.self_attn.", config.hidden_size, config.layer(i)
+    name, hidden = f"model.layers.{i}.{config.names.attention}.", config.hidden_size
+    shape = config.layer(i)
     q, kv = config.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     bias, out_bias = config.attention_bias, config.attention_out_bias
     widths: tuple[int, ...] = (2 * q if config.output_gate else q, kv, kv)
@@ -221,11 +224,14 @@ def _mlp(config: ModelConfig, i: int) -> list[Packed]:
 
 def _experts(moe: MoeConfig, hidden: int, i: int) -> list[Packed]:
     """Router and experts. Some adapters see the experts' gate and up as one projection, so the
-    table has them twice, as two projections and as one, with the same weight."""
+    table has them twice, as two projections and as one, with the same weight. Without a gate, up is
+    there once."""
     name, inner = f"model.layers.{i}.{moe.place}", moe.intermediate_size
     pair = _named(name, "experts.gate_proj", "experts.up_proj")
     one, down = _named(name, "experts.gate_up_proj"), _named(name, "experts.down_proj")
     parts = (inner, inner) if moe.clamped_swiglu is None else (2 * inner,)
+    if not moe.gated:
+        one, parts = pair[1:], (inner,)
     key, bias = f"{i}.experts_gate_up", moe.biased
     axes: tuple[Axis, Axis] = ("column", "row") if moe.expert_ranks == 1 else ("expert", "expert")
     gate_up = Packed(key, "experts", hidden, parts, one, bias, axes[0])
@@ -242,14 +248,16 @@ def _experts(moe: MoeConfig, hidden: int, i: int) -> list[Packed]:
 def _shared_expert(moe: MoeConfig, name: str, hidden: int, i: int) -> list[Packed]:
     """The expert that all tokens go through, and its gate if it has one."""
     inner, own = moe.shared_size, "shared_expert" if moe.shared_gated else "shared_experts"
-    gate_up, down = (
-        _named(f"{name}{own}.", "gate_proj", "up_proj"),
-        _named(f"{name}{own}.", "down_proj"),
-    )
+    gate_up = _named(f"{name}{own}.", *(("gate_proj",) if moe.gated else ()), "up_proj")
+    down, parts = _named(f"{name}{own}.", "down_proj"), (inner,) * len(gate_up)
     gate = Packed(f"{i}.shared_gate", "linear", hidden, (1,), _named(name, "shared_expert_gate"))
     return [
         *([gate] if moe.shared_gated else []),
-        Packed(f"{i}.shared_gate_up", "linear", hidden, (inner, inner), gate_up, axis="column"),
+        Packed(
+            *(f"{i}.shared_gate_up", "linear", hidden, parts, gate_up),
+            axis="column",
+            degree=1 if moe.gated else 2,
+        ),
         Packed(f"{i}.shared_down", "linear", inner, (hidden,), down, axis="row"),
     ]
 
@@ -265,14 +273,14 @@ def _norms(config: ModelConfig) -> list[tuple[str, int]]:
     for i in range(config.num_layers):
         layer = f"model.layers.{i}."
         found += [(layer + name, hidden) for name in config.norm_names]
-        if config.qk_norm is not None and not is_linear(config, i):
+        if config.qk_norm is not None and config.has_attention(i):
             shape = config.layer(i)
             q_norm, k_norm = config.names.qk_norms
             head, heads = shape.head_dim, {q_norm: config.num_heads}
             if shape.cache == i:
                 heads[k_norm] = shape.num_kv_heads
             found += [
-                (f"{layer}self_attn.{name}", head if of_heads else head * num)
+                (f"{layer}{config.names.attention}.{name}", head if of_heads else head * num)
                 for name, num in heads.items()
             ]
         if config.latent is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
@@ -69,7 +70,8 @@ class LayerBuilder:
 
     def qk_norm(self, layer: int) -> HeadNorm | WidthNorm | RotatedNorm | None:
         """The norms over q and k, if the model has them."""
-        config, of = self.config, f"model.layers.{layer}.self_attn."
+        config = self.config
+        of = f"model.layers.{layer}.{config.names.attention}."
         if config.qk_norm is None:
             return None
         q_norm, k_norm = config.names.qk_norms
@@ -115,7 +117,10 @@ class LayerBuilder:
             groups, over = shape.num_keys, self.ranks if shape.spans_ranks else ALONE
             norm = GroupNorm(norm_O, config.norm_eps, groups, self.ops, over)
         into, out = self.linear(f"{layer}.in"), self.linear(f"{layer}.out")
-        return LinearAttention(into, out, delta, self.ops, norm)
+        least_H = None
+        if shape.least_step:  # a time step is the softplus of what is projected, plus a bias
+            least_H = math.log(math.expm1(shape.least_step)) - delta.dt_bias_H
+        return LinearAttention(into, out, delta, self.ops, norm, least_H)
 
     def _short_conv(self, layer: int, of: str) -> ShortConv:
         """`of`: the prefix of the names of its parts."""
@@ -126,7 +131,7 @@ class LayerBuilder:
 
     def mlp(self, layer: int) -> DenseMlp | SparseMlp:
         moe, mlp = experts_of(self.config, layer), None
-        if moe is None or moe.beside_mlp:
+        if self.config.has_mlp(layer):
             mlp = self._dense_mlp(f"{layer}.")
         if moe is None or self.config.blocks == "gemma4":  # its experts are no part of the MLP
             assert mlp is not None

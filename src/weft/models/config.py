@@ -21,6 +21,7 @@ from weft.models.family import (
     Blocks,
     Family,
     LayerShape,
+    Mixer,
     MoeConfig,
     PartNames,
     QkNorm,
@@ -28,7 +29,7 @@ from weft.models.family import (
     Scales,
     TokenInputsConfig,
 )
-from weft.models.fields import check_fields, check_numbers
+from weft.models.fields import check_activation, check_fields, check_numbers
 from weft.models.quantized.stated import read_quantization
 from weft.models.rope_config import RopeConfig, context_limit, read_rope, with_query_growth
 from weft.models.state_config import LatentConfig, LinearConfig, ShortConvConfig
@@ -78,6 +79,9 @@ class ModelConfig:
     """What checkpoints and adapters call gate, up and down of a layer; two names if they have one
     projection for gate and up, or no gate."""
     names: PartNames = USUAL_NAMES
+    mixers: tuple[Mixer, ...] = ()
+    """Per layer: what it consists of, if that is one mixer alone; (): layers have attention and
+    MLP."""
     blocks: Blocks = "pre"
     norm_names: tuple[str, ...] = ()
     """What a layer calls the norms around attention and MLP, in the order of their use."""
@@ -129,6 +133,18 @@ class ModelConfig:
         """Whether its MLPs have a gate beside up."""
         return self.activation != "relu2"
 
+    def has_attention(self, index: int) -> bool:
+        """Whether a layer has attention over a KV cache."""
+        if self.mixers:
+            return self.mixers[index] == "attention"
+        return self.linear is None or not self.linear.layers[index]
+
+    def has_mlp(self, index: int) -> bool:
+        """Whether a layer has a dense MLP."""
+        if self.mixers:
+            return self.mixers[index] == "mlp"
+        return self.moe is None or self.moe.beside_mlp or not self.moe.layers[index]
+
     def check_context(self, asked: int | None) -> None:
         """Raises ConfigError for a context longer than the model's own."""
         limit = self.max_position_embeddings
@@ -151,7 +167,7 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
     moe, linear = config.moe, config.linear
     shapes = {config.layer(i) for i in range(config.num_layers)}
     widths = {"num_attention_heads": config.num_heads, "vocab_size": config.vocab_size}
-    if moe is None or moe.beside_mlp or not all(moe.layers):
+    if any(config.has_mlp(i) for i in range(config.num_layers)):
         widths["intermediate_size"] = gcd(*(shape.intermediate_size for shape in shapes))
     if moe is not None:
         widths["shared_expert_intermediate_size"] = moe.shared_size
@@ -188,7 +204,8 @@ def _share_of_experts(moe: MoeConfig, size: int) -> MoeConfig:
     whole experts. docs/decisions/0020 says why. Raises ConfigError if neither can be divided."""
     width, num = moe.intermediate_size, moe.num_experts
     moe = replace(moe, shared_size=moe.shared_size // size)
-    if num % size == 0 and width % (size * EXPERT_UNIT):
+    unit = EXPERT_UNIT if moe.gated else 2 * EXPERT_UNIT
+    if num % size == 0 and width % (size * unit):
         return replace(moe, expert_ranks=size)
     if width % size:
         raise ConfigError(
@@ -342,7 +359,7 @@ def _build(
 ) -> ModelConfig:
     ropes = family.ropes(hf)
     distinct = [p for i, p in enumerate(ropes) if p not in ropes[:i]]
-    _check_activation(hf, family)
+    check_activation(hf, family)
     layers, windows = family.layers(hf), family.windows(hf)
     check_numbers(hf, windows)
     shape, latent = layers[0] if layers else None, family.latent(hf)
@@ -375,6 +392,7 @@ def _build(
         latent=latent,
         output_gate=family.output_gate,
         fused_qkv=family.fused_qkv,
+        mixers=family.mixers(hf),
         mlp_names=family.mlp_names,
         names=family.names,
         blocks=family.blocks,
@@ -400,21 +418,6 @@ def _rope(parameters: RopeParameters, hf: Any, family: Family) -> RopeConfig:
     interleaved = _flag(hf, family.interleaved_rope)
     rope = read_rope(parameters, hf, family.partial_rotary, interleaved)
     return with_query_growth(rope, parameters) if family.query_growth else rope
-
-
-_ACTIVATIONS: dict[ActivationName, str] = {
-    "silu": "silu",
-    "gelu_tanh": "gelu_pytorch_tanh",
-    "relu2": "relu2",
-}
-"""The names of activations in configurations."""
-
-
-def _check_activation(hf: Any, family: Family) -> None:
-    field, wanted = family.activation_field, _ACTIVATIONS[family.activation]
-    found = getattr(hf, field, wanted)  # some families have no such field
-    if found != wanted:
-        raise ConfigError(f"{field} {found!r} is not served, only {wanted}", field)
 
 
 def _flag(hf: Any, value: bool | str) -> bool:

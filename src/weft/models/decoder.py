@@ -32,7 +32,7 @@ from weft.models.layers import (
     add_normed,
 )
 from weft.models.linear_attention import allocate_states
-from weft.models.moe import is_capturable
+from weft.models.moe import DenseMlp, SparseMlp, is_capturable
 from weft.models.rope import RopeTable
 from weft.models.weights import Weights
 
@@ -62,10 +62,7 @@ class Decoder:
         self.embed = Embedding(weights.embed, parts.group(EMBED))
         layers = range(config.num_layers)
         self._sorts = [parts.sort(i) for i in layers]
-        self._layers = [
-            _LinearLayer(parts, i) if is_linear(config, i) else attention_layer(parts, i)
-            for i in layers
-        ]
+        self._layers = [_layer(parts, i) for i in layers]
         names = [f"model.layers.{i}.{name}" for i in layers for name in config.norm_names]
         self._norms = [parts.norm(name) for name in (*names, config.names.last_norm)]
         """The norms of all layers, in the order of their use, and the last norm."""
@@ -135,7 +132,7 @@ def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype)
     per_token = 0
     for i in range(config.num_layers):
         shape = config.layer(i)
-        if shape.cache == i and not is_linear(config, i):
+        if shape.cache == i and config.has_attention(i):
             of_keys = shape.num_kv_heads * shape.head_dim * dtype.itemsize
             per_token += of_keys if config.latent is not None else 2 * of_keys
     if config.mtp_head:
@@ -160,8 +157,9 @@ def allocate_kv_cache(
     num_states: int = 0,
 ) -> list[LayerCache]:
     """The cache of every layer, zeroed: (num_blocks, block_size, kv_heads, head_dim) each, or the
-    states of a layer that has those. Layers that share a cache have the same one. Latents have the
-    place of keys, and the values are views of their first part."""
+    states of a layer that has those. Layers that share a cache have the same one, and that of a
+    layer without attention has no heads. Latents have the place of keys, and the values are views
+    of their first part."""
     found: list[LayerCache] = []
     states = iter(_states_of_layers(config, num_states, dtype, device))
     for i in range(config.num_layers):
@@ -171,7 +169,8 @@ def allocate_kv_cache(
         elif own.cache != i:
             found.append(found[own.cache])
         else:
-            shape = (num_blocks, block_size, own.num_kv_heads, own.head_dim)
+            num_heads = own.num_kv_heads if config.has_attention(i) else 0
+            shape = (num_blocks, block_size, num_heads, own.head_dim)
             k = torch.zeros(shape, dtype=dtype, device=device)
             latent = config.latent
             v = torch.zeros_like(k) if latent is None else k[..., : latent.rank]
@@ -247,16 +246,45 @@ def _parallel(x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: Ste
     return normed_TI
 
 
-_BLOCKS = {"pre": pre_norm, "post": _post_norm, "both": _both_norms, "parallel": _parallel}
+def _single(x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext) -> Tensor:
+    """`x += mix(norm(x))` for each layer. Returns the last norm of x."""
+    normed_TI = next(norms)(x_TI, step)
+    for layer, cache, rope in layers:
+        delta = layer.attend(normed_TI, rope, step, cache)
+        normed_TI = next(norms)(x_TI, step, delta, layer.residual_scale)
+    return normed_TI
+
+
+_BLOCKS = {
+    "pre": pre_norm,
+    "post": _post_norm,
+    "both": _both_norms,
+    "parallel": _parallel,
+    "single": _single,
+}
+
+
+def _layer(parts: LayerBuilder, index: int) -> _Layer:
+    config = parts.config
+    if is_linear(config, index):
+        return _LinearLayer(parts, index)
+    if not config.has_attention(index):
+        return _MlpLayer(parts, index)
+    return (AttentionLayer if config.latent is None else LatentLayer)(parts, index)
 
 
 class AttentionLayer:
-    """Attention and MLP of one layer; norms and the residual stream are the decoder's."""
+    """Attention and MLP of one layer, or attention alone; norms and the residual stream are the
+    decoder's."""
+
+    mlp: DenseMlp | SparseMlp
+    """Absent where a layer is one mixer alone."""
 
     def __init__(self, parts: LayerBuilder, index: int) -> None:
         config = parts.config
         self._qkv, self._o = parts.linear(f"{index}.qkv"), parts.linear(f"{index}.o")
-        self.mlp = parts.mlp(index)
+        if not config.mixers:
+            self.mlp = parts.mlp(index)
         self._qk_norm = parts.qk_norm(index)
         self._ops = parts.ops
         self._eps = config.norm_eps
@@ -306,11 +334,15 @@ class AttentionLayer:
 
 
 class _LinearLayer:
-    """A layer whose attention is a recurrent state, and its MLP."""
+    """A layer whose attention is a recurrent state, and its MLP if it has one."""
+
+    mlp: DenseMlp | SparseMlp
+    """Absent where a layer is one mixer alone."""
 
     def __init__(self, parts: LayerBuilder, index: int) -> None:
         self._attention = parts.linear_attention(index)
-        self.mlp = parts.mlp(index)
+        if not parts.config.mixers:
+            self.mlp = parts.mlp(index)
         self.residual_scale = parts.config.scales.residual
 
     def attend(self, x_TI: Tensor, rope: Rope, step: StepContext, cache: LayerCache) -> Product:
@@ -318,10 +350,17 @@ class _LinearLayer:
         return self._attention(x_TI, step, cache)
 
 
-def attention_layer(parts: LayerBuilder, index: int) -> AttentionLayer | LatentLayer:
-    """A layer with a KV cache, of keys and values or of latents."""
-    kind = AttentionLayer if parts.config.latent is None else LatentLayer
-    return kind(parts, index)
+class _MlpLayer:
+    """A layer that is an MLP, or a mixture of experts, alone."""
+
+    def __init__(self, parts: LayerBuilder, index: int) -> None:
+        self.mlp = parts.mlp(index)
+        self.residual_scale = parts.config.scales.residual
+
+    def attend(self, x_TI: Tensor, rope: Rope, step: StepContext, cache: LayerCache) -> Product:
+        """What the layer adds to the residual stream."""
+        return self.mlp(x_TI, step)
 
 
-_Layers = Iterable[tuple[AttentionLayer | LatentLayer | _LinearLayer, LayerCache, Rope]]
+_Layer = AttentionLayer | LatentLayer | _LinearLayer | _MlpLayer
+_Layers = Iterable[tuple[_Layer, LayerCache, Rope]]

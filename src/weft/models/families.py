@@ -28,6 +28,7 @@ from weft.models.layer_types import (
     rope_by_type,
 )
 from weft.models.lfm2_config import LFM2, lfm2_mlp_width
+from weft.models.nemotron_h_config import NEMOTRON_H
 from weft.models.state_config import LinearConfig
 
 
@@ -112,6 +113,8 @@ def _granite4_mamba(hf: Any) -> LinearConfig | None:
         mamba=True,
         conv_bias=bool(hf.mamba_conv_bias),
         projection_bias=bool(hf.mamba_proj_bias),
+        name="mamba",
+        fields=("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head"),
     )
 
 
@@ -342,6 +345,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Lfm2ForCausalLM": replace(LFM2, model_type="lfm2", mlp_width=lfm2_mlp_width),
     "Lfm2MoeForCausalLM": replace(LFM2, moe=mixtures.lfm2_moe),
+    "NemotronHForCausalLM": NEMOTRON_H,
     "GlmForCausalLM": Family(
         "glm",
         _no_windows,

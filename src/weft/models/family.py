@@ -12,10 +12,11 @@ from weft.models.state_config import LatentConfig, LinearConfig, ShortConvConfig
 QkNorm = Literal["head", "width", "rotated"]
 """What the norm of q and k runs over. head: each head. width: all heads of a token. rotated: each
 head after rope, where the others are before it."""
-Blocks = Literal["pre", "post", "both", "parallel", "gemma4"]
+Blocks = Literal["pre", "post", "both", "parallel", "single", "gemma4"]
 """Where attention and MLP have their norms. pre: `x += f(norm(x))`. post: `x += norm(f(x))`. both:
 `x += norm(f(norm(x)))`. parallel: attention and MLP have one norm together,
-`n = norm(x); x += attend(n) + mlp(n)`. gemma4: see `weft.models.gemma4`."""
+`n = norm(x); x += attend(n) + mlp(n)`. single: a layer is only one of these, its mixer,
+`x += mix(norm(x))`. gemma4: see `weft.models.gemma4`."""
 NORM_NAMES: dict[Blocks, tuple[str, ...]] = {
     "pre": ("input_layernorm", "post_attention_layernorm"),
     "post": ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -26,9 +27,12 @@ NORM_NAMES: dict[Blocks, tuple[str, ...]] = {
         "post_feedforward_layernorm",
     ),
     "parallel": ("input_layernorm",),
+    "single": ("norm",),
     "gemma4": (),
 }
 """What most families call these norms within a layer, in the order of their use."""
+Mixer = Literal["attention", "linear", "mlp", "experts"]
+"""What a layer that is one mixer alone consists of."""
 ActivationName = Literal["silu", "gelu_tanh", "relu2"]
 """The activations of dense MLPs. relu2, the square of ReLU, comes without a gate."""
 
@@ -42,6 +46,10 @@ class PartNames(NamedTuple):
     """The norms of q and k, within attention."""
     last_norm: str = "model.norm"
     """The norm behind the last layer."""
+    attention: str = "self_attn"
+    """A layer's attention."""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """See `weft.core.targets.TargetTable.naming`."""
 
 
 USUAL_NAMES = PartNames()
@@ -111,6 +119,8 @@ class MoeConfig:
     there instead."""
     beside_mlp: bool = False
     """Whether these layers also have a dense MLP, beside the experts."""
+    gated: bool = True
+    """Whether experts have a gate beside up."""
     expert_ranks: int = 1
     """Over how many ranks whole experts are divided; 1: every rank has all of them, or a part of
     the width of each."""
@@ -221,6 +231,8 @@ class Family:
     norm_names: Callable[[Any], tuple[str, ...]] | None = None
     """What a layer calls its norms, in the order of their use, where that differs from
     NORM_NAMES."""
+    mixers: Callable[[Any], tuple[Mixer, ...]] = lambda hf: ()
+    """What each layer consists of, where that is one mixer alone; else ()."""
     layers: Callable[[Any], tuple[LayerShape, ...]] = lambda hf: ()
     """The shape of each layer, for families whose layers differ; else ()."""
     value_norm: bool = False

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from weft.core.errors import ConfigError
+from weft.models.family import ActivationName, Family
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ READ = frozenset(
         "block_multiple_of",
         "conv_L_cache",
         "conv_bias",
+        "conv_kernel",
         "decoder_sparse_step",
         "dtype",
         "embedding_multiplier",
@@ -42,8 +44,10 @@ READ = frozenset(
         "intermediate_size",
         "kv_lora_rank",
         "layer_norm_eps",
+        "layer_norm_epsilon",
         "layer_rope_theta",
         "layer_types",
+        "layers_block_type",
         "linear_conv_kernel_dim",
         "linear_key_head_dim",
         "linear_num_key_heads",
@@ -55,11 +59,14 @@ READ = frozenset(
         "mamba_d_conv",
         "mamba_d_head",
         "mamba_d_state",
+        "mamba_head_dim",
         "mamba_n_groups",
         "mamba_n_heads",
+        "mamba_num_heads",
         "mamba_proj_bias",
         "max_position_embeddings",
         "mlp_bias",
+        "mlp_hidden_act",
         "mlp_layer_types",
         "mlp_only_layers",
         "model_type",
@@ -70,7 +77,9 @@ READ = frozenset(
         "moe_layer_start_index",
         "moe_num_experts",
         "moe_num_shared_experts",
+        "moe_shared_expert_intermediate_size",
         "n_group",
+        "n_groups",
         "n_routed_experts",
         "n_shared_experts",
         "no_rope_layers",
@@ -105,14 +114,17 @@ READ = frozenset(
         "shared_intermediate_size",
         "sliding_window",
         "sliding_window_pattern",
+        "ssm_state_size",
         "swiglu_alpha",
         "swiglu_limit",
         "tie_word_embeddings",
+        "time_step_min",
         "top_k_experts",
         "topk_group",
         "topk_method",
         "use_bias",
         "use_bidirectional_attention",
+        "use_conv_bias",
         "use_double_wide_mlp",
         "use_expert_bias",
         "use_qk_norm",
@@ -133,6 +145,7 @@ WITHOUT_EFFECT = frozenset(
         "max_window_layers",
         "no_rope_layer_interval",
         "mamba_expand",
+        "expand",
         # sizes that LFM2's files have twice
         "block_dim",
         "block_norm_eps",
@@ -144,6 +157,11 @@ WITHOUT_EFFECT = frozenset(
         "eod_token_id",
         "pad_token_id",
         # training
+        "rescale_prenorm_residual",
+        "time_step_floor",
+        "time_step_max",
+        "time_step_rank",
+        "hidden_dropout",
         "attention_dropout",
         "aux_loss_alpha",
         "block_mlp_init_scale",
@@ -160,6 +178,11 @@ WITHOUT_EFFECT = frozenset(
         "seq_aux",
         # how transformers computes or answers, not what
         "mamba_chunk_size",
+        "chunk_size",
+        "moe_shared_expert_overlap",
+        "num_logits_to_keep",
+        "use_mamba_kernels",
+        "auto_map",
         "_attn_implementation_autoset",
         "cache_implementation",
         "chunk_size_feed_forward",
@@ -179,6 +202,7 @@ WITHOUT_EFFECT = frozenset(
         "mtp_num_hidden_layers",
         "mtp_use_dedicated_embeddings",
         # prediction heads that are not served
+        "mtp_layers_block_type",
         "mtp_transformer_layers",
         "num_mtp_layers",
         "num_mtp_modules",
@@ -245,6 +269,8 @@ _SIZES = (
     *("max_position_embeddings", "n_shared_experts"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "vocab_size_per_layer_input"),
+    *("conv_kernel", "mamba_head_dim", "mamba_num_heads", "n_groups", "ssm_state_size"),
+    "moe_shared_expert_intermediate_size",
     *("mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_n_heads"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
@@ -253,7 +279,7 @@ _NUMBERS = (
     *("embedding_multiplier", "final_logit_softcapping", "norm_eps"),
     *("layer_norm_eps", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
     *("residual_multiplier", "rms_norm_eps", "routed_scaling_factor"),
-    *("swiglu_alpha", "swiglu_limit"),
+    *("layer_norm_epsilon", "swiglu_alpha", "swiglu_limit", "time_step_min"),
 )
 """Fields that must be finite where a configuration has them."""
 _FACTORS = "attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"
@@ -272,5 +298,22 @@ def check_numbers(hf: Any, windows: Iterable[int | None]) -> None:
             raise ConfigError(f"{name} must be a number, got null", name)
     for name in _NUMBERS:
         number = getattr(hf, name, None) or 0.0
-        if not abs(number) <= sys.float_info.max or (number < 0 and name.endswith("_eps")):
+        is_negative = number < 0 and name.endswith(("_eps", "_epsilon", "_min"))
+        if not abs(number) <= sys.float_info.max or is_negative:
             raise ConfigError(f"{name} can't be {number!r:.80}", name)
+
+
+_ACTIVATIONS: dict[ActivationName, str] = {
+    "silu": "silu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "relu2": "relu2",
+}
+"""The names of activations in configurations."""
+
+
+def check_activation(hf: Any, family: Family) -> None:
+    """Raises ConfigError for an activation that is not served for the family."""
+    field, wanted = family.activation_field, _ACTIVATIONS[family.activation]
+    found = getattr(hf, field, wanted)  # some families have no such field
+    if found != wanted:
+        raise ConfigError(f"{field} {found!r} is not served, only {wanted}", field)

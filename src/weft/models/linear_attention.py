@@ -62,10 +62,17 @@ class LinearAttention:
     ops: Ops
     norm: GroupNorm | None = None
     """The norm that follows the gates in Mamba 2; None: heads have been normed before."""
+    least_H: Tensor | None = None
+    """The least that the projection gives for the heads' time steps, fp32; None: anything."""
 
     def __call__(self, x_TI: Tensor, step: StepContext, cache: StateCache) -> Product:
         assert step.states is not None
         y = self.into(x_TI, step)
+        if self.least_H is not None:
+            y_TO = y.whole()
+            steps_TH = y_TO[:, -len(self.least_H) :]
+            steps_TH.copy_(steps_TH.float().maximum(self.least_H))
+            y = Product(y_TO)
         rows, positions_T = step.states, step.positions_T
         out_TO = self.ops.gated_delta(y, self.layer, cache, rows, positions_T)
         return self.out(out_TO if self.norm is None else self.norm(out_TO), step)
@@ -93,10 +100,7 @@ def check_heads(shape: LinearConfig | ShortConvConfig, device: torch.device) -> 
     head's state in shared memory, in fp32."""
     if device.type != "cuda" or isinstance(shape, ShortConvConfig):
         return
-    names = "linear_key_head_dim", "linear_value_head_dim"
-    if shape.mamba:
-        names = "mamba_d_state", "mamba_d_head"
-    sizes = dict(zip(names, (shape.key_dim, shape.value_dim), strict=True))
+    sizes = dict(zip(shape.fields[2:], (shape.key_dim, shape.value_dim), strict=True))
     blocks = [next_power_of_2(size) for size in sizes.values()]
     gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some of them
     most = max(sizes, key=lambda name: sizes[name])

@@ -17,7 +17,8 @@ def _mixture(hf: Any, num_experts: int, width: int, normalize: object, **more: A
     return MoeConfig(num_experts, top_k, width, bool(normalize), **every | more)
 
 
-def _check_counts(hf: Any, least: int, *names: str) -> None:
+def check_counts(hf: Any, least: int, *names: str) -> None:
+    """Raise ConfigError for a field that is not a number, or below `least`."""
     for name in names:
         found = getattr(hf, name)
         if type(found) is not int or found < least:
@@ -26,8 +27,8 @@ def _check_counts(hf: Any, least: int, *names: str) -> None:
 
 
 def qwen3_moe(hf: Any) -> MoeConfig | None:
-    _check_counts(hf, 1, "decoder_sparse_step")
-    _check_counts(hf, 0, "num_experts")
+    check_counts(hf, 1, "decoder_sparse_step")
+    check_counts(hf, 0, "num_experts")
     step = hf.decoder_sparse_step
     layers = tuple(
         i not in hf.mlp_only_layers and hf.num_experts > 0 and (i + 1) % step == 0
@@ -64,7 +65,7 @@ def routed(hf: Any, num_dense: int = 0) -> MoeConfig | None:
     if not any(layers):
         return None
     counts = "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group"
-    _check_counts(hf, 1, *counts)
+    check_counts(hf, 1, *counts)
     return _mixture(
         *(hf, hf.n_routed_experts, hf.moe_intermediate_size, hf.norm_topk_prob),
         round_weights=False,
@@ -86,23 +87,23 @@ _CORRECTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_f
 
 def deepseek_v3_moe(hf: Any) -> MoeConfig | None:
     _check_stated(hf, _CORRECTED)
-    _check_counts(hf, 0, "first_k_dense_replace")
+    check_counts(hf, 0, "first_k_dense_replace")
     return glm4_moe(hf)
 
 
 def deepseek_v2_moe(hf: Any) -> MoeConfig | None:
     only = {"scoring_func": "softmax", "moe_layer_freq": 1, "mlp_bias": False}
     _check_stated(hf, only | {"norm_topk_prob": False})
-    _check_counts(hf, 0, "first_k_dense_replace")
+    check_counts(hf, 0, "first_k_dense_replace")
     if hf.topk_method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(f"topk_method {hf.topk_method!r} is not served", "topk_method")
     in_groups = hf.topk_method == "group_limited_greedy"
     if in_groups:
-        _check_counts(hf, 1, "n_group", "topk_group")
+        check_counts(hf, 1, "n_group", "topk_group")
     layers = tuple(i >= hf.first_k_dense_replace for i in range(hf.num_hidden_layers))
     if not any(layers):
         return None
-    _check_counts(hf, 1, "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
+    check_counts(hf, 1, "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
     return _mixture(
         *(hf, hf.n_routed_experts, hf.moe_intermediate_size, False),
         round_weights=False,
@@ -141,8 +142,8 @@ def _check_stated(hf: Any, only: Mapping[str, object]) -> None:
 def ernie4_5_moe(hf: Any) -> MoeConfig | None:
     if hf.use_bias:
         raise ConfigError(f"use_bias true is not served for {hf.model_type}", "use_bias")
-    _check_counts(hf, 1, "moe_num_experts", "moe_k", "moe_layer_interval")
-    _check_counts(hf, 0, "moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index")
+    check_counts(hf, 1, "moe_num_experts", "moe_k", "moe_layer_interval")
+    check_counts(hf, 0, "moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index")
     first, last, step = hf.moe_layer_start_index, hf.moe_layer_end_index, hf.moe_layer_interval
     layers = tuple(first <= i <= last and (i + 1) % step == 0 for i in range(hf.num_hidden_layers))
     if not any(layers):
@@ -175,7 +176,7 @@ def minimax_m2(hf: Any) -> MoeConfig:
 
 
 def granite_moe(hf: Any) -> MoeConfig:
-    _check_counts(hf, 1, "num_local_experts", "num_experts_per_tok")
+    check_counts(hf, 1, "num_local_experts", "num_experts_per_tok")
     return _mixture(
         *(hf, hf.num_local_experts, hf.intermediate_size, False),
         router="router",
@@ -197,8 +198,8 @@ def granite4_moe(hf: Any) -> MoeConfig | None:
 
 
 def lfm2_moe(hf: Any) -> MoeConfig | None:
-    _check_counts(hf, 1, "num_experts", "num_experts_per_tok")
-    _check_counts(hf, 0, "num_dense_layers")
+    check_counts(hf, 1, "num_experts", "num_experts_per_tok")
+    check_counts(hf, 0, "num_dense_layers")
     layers = tuple(i >= hf.num_dense_layers for i in range(hf.num_hidden_layers))
     if not any(layers):
         return None

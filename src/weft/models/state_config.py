@@ -55,34 +55,39 @@ class LinearConfig:
     """Whether the convolution has a bias."""
     projection_bias: bool = False
     """Whether the layer's two projections have biases."""
+    name: str = "linear_attn"
+    """What a decoder layer calls such a layer."""
+    fields: tuple[str, str, str, str] = (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+    )
+    """The configuration's fields for `num_keys`, `num_values`, `key_dim` and `value_dim`."""
+    least_step: float = 0.0
+    """The least time step of Mamba 2."""
     spans_ranks: bool = False
     """Whether this is a rank's share, and other ranks have heads of the same group."""
 
     def __post_init__(self) -> None:
         if self.num_values % self.num_keys:
-            keys, values = "linear_num_key_heads", "linear_num_value_heads"
-            if self.mamba:
-                keys, values = "mamba_n_groups", "mamba_n_heads"
+            keys, values, *_ = self.fields
             message = f"{keys} {self.num_keys} does not divide {values} {self.num_values}"
             raise ConfigError(message, keys)
 
     @property
     def divided(self) -> dict[str, int]:
         """The numbers that ranks divide, by the configuration's field."""
+        keys, values, *_ = self.fields
         if not self.mamba:
-            return {"linear_num_key_heads": self.num_keys}
-        groups = {"mamba_n_groups": self.num_keys} if self.num_keys > 1 else {}
-        return {"mamba_n_heads": self.num_values, **groups}
+            return {keys: self.num_keys}
+        groups = {keys: self.num_keys} if self.num_keys > 1 else {}
+        return {values: self.num_values, **groups}
 
     def share_of(self, size: int) -> LinearConfig:
         """One of `size` ranks' share. The queries and keys of an only group are on all ranks."""
         keys, values = max(self.num_keys // size, 1), self.num_values // size
         return replace(self, num_keys=keys, num_values=values, spans_ranks=self.num_keys < size)
-
-    @property
-    def name(self) -> str:
-        """What a decoder layer calls such a layer."""
-        return "mamba" if self.mamba else "linear_attn"
 
     @property
     def kept_width(self) -> int:

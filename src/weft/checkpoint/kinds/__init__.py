@@ -87,7 +87,12 @@ def parse_files(
     tensors, of_task = base_part(config.options, of_text, table)
     has_head = not (classifies(config.options) or of_task)
     ties = config.ensure_weight_tying and has_head
-    return replace(config, naming={**of_task, **naming}, ensure_weight_tying=ties), tensors
+    naming = {**of_task, **naming}
+    if table is not None:
+        outer = naming.get("model.", "model.")
+        own = {name: outer + theirs.removeprefix("model.") for name, theirs in table.naming}
+        naming = {**own, **naming}
+    return replace(config, naming=naming, ensure_weight_tying=ties), tensors
 
 
 def sort_adapter(

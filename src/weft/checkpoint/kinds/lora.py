@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from weft.checkpoint.config import PeftConfig
+from weft.checkpoint.config import BARE_TOKENS, PeftConfig
 from weft.checkpoint.fields import (
     Fields,
     Pattern,
@@ -100,7 +100,7 @@ def _unadapted(entries: tuple[str, ...]) -> tuple[Pattern, ...]:
 def _token_indices(value: object) -> dict[str, tuple[int, ...]]:
     """The token ids by the ending of a module's name; a bare list is for the embedding."""
     param = "trainable_token_indices"
-    by_module = value if isinstance(value, dict) else {"embed_tokens": value}
+    by_module = value if isinstance(value, dict) else {BARE_TOKENS: value}
     found: dict[str, tuple[int, ...]] = {}
     for ending, stated in bounded(by_module, param, "keys").items():
         if is_off(stated):
@@ -170,12 +170,22 @@ def _sort(adapter: PeftAdapter) -> AdapterParts:
     if config.ensure_weight_tying and table.tied and EMBEDDING in adapted:
         adapted = [name for name in adapted if name != HEAD]  # PEFT adapts it unasked
     modules = [module for name in adapted for module in gathered.modules_of(name)]
-    experts = [t.name.rpartition(".")[0] for t in table.targets if t.kind == "experts"]
-    single = [f"{name}.0.{part}" for name in dict.fromkeys(experts) for part in PROJECTIONS]
-    config.check_modules(modules, [*table.by_name, *single])
+    config.check_modules(modules, [*table.by_name, *_single_experts(table)])
     others = [vector.name for vector in table.vectors]
     config.check_saved(found.saved(), [*table.by_name, *table.norms_by_name], others)
     return parts
+
+
+def _single_experts(table: TargetTable) -> list[str]:
+    """What the projections of a layer's first expert may be called."""
+    names = [t.name.rpartition(".")[::2] for t in table.targets if t.kind == "experts"]
+    gated = {place for place, suffix in names if suffix.startswith("gate")}
+    return [
+        f"{place}.0.{part}"
+        for place in dict.fromkeys(place for place, _ in names)
+        for part, projection in PROJECTIONS.items()
+        if place in gated or projection != "gate_proj"
+    ]
 
 
 def _target_parts(target: Target, found: NamedTensors, config: PeftConfig) -> TargetParts:
