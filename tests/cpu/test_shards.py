@@ -135,7 +135,7 @@ def test_a_weight_is_put_together_from_what_ranks_have(size: int, tmp_path: Path
 
 
 def moe(num_experts: int, width: int) -> MoeConfig:
-    return MoeConfig(num_experts, 1, width, False, False, (True,), ("", "", "", ""))
+    return MoeConfig(num_experts, 1, width, False, False, (True,) * 8, ("", "", "", ""))
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ ROWS = [
         "DeepSeek V3, R1, Kimi K2",
         "deepseek-v3",
         ("DeepseekV3",),
-        tools="`deepseek_v3`, `deepseek_v31` or `kimi_k2`",
+        tools="`deepseek_v3`, `deepseek_v31`, `kimi_k2`",
         reasoning=THINK,
         limits="the head that drafts tokens is not served",
     ),
