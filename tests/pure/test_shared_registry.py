@@ -215,42 +215,6 @@ def test_what_nobody_foresaw_ends_no_registry(
     assert "can't start new thread" in caplog.text
 
 
-class Silent(MemoryStore):
-    """Does not answer for as long as the test wants, and then says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given_up = threading.Event()
-        self.num_asked = 0
-
-    def list(self, prefix: str) -> Iterator[str]:
-        self.num_asked += 1
-        assert self.given_up.wait(PATIENCE_S)
-        raise RegistryUnavailable("the registry does not answer")
-
-    def put(self, key: str, content: bytes) -> bool:
-        raise AssertionError("nothing is written to what does not answer")
-
-
-def test_a_store_that_hangs_is_waited_for_once_and_in_words(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("weft.registry.shared.PATIENCE_S", 0.01)
-    store, errors = Silent(), list[RegistryUnavailable]()
-
-    def open_it() -> None:
-        with pytest.raises(RegistryUnavailable) as caught:
-            SharedRegistry(store)
-        errors.append(caught.value)
-
-    opening = threading.Thread(target=open_it)
-    opening.start()
-    wait_until(lambda: "waiting for the registry" in caplog.text)
-    store.given_up.set()
-    opening.join(PATIENCE_S)
-    assert errors and store.num_asked == 1
-
-
 async def test_a_server_goes_on_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a report that failed in a way that nobody foresaw."""
     monkeypatch.setattr("weft.serving.reports.REPORT_EVERY_S", 0.01)

@@ -10,13 +10,12 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from threading import Event, Lock, RLock, Thread, Timer
+from threading import Event, Lock, RLock, Thread
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -57,19 +56,6 @@ STALE_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-@contextmanager
-def _said_when_slow(store: Store) -> Iterator[None]:
-    """A context after whose first seconds the log, or the terminal, says what is waited for."""
-    told = "waiting for the registry %s, which has not answered for %.0f s"
-    timer = Timer(PATIENCE_S, _log.warning, (told, store.uri, PATIENCE_S))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """A change that is not committed yet."""
@@ -87,13 +73,12 @@ class SharedRegistry:
     def __init__(self, store: Store, *, poll_s: float = 0.25, writes: bool = True) -> None:
         """Checks that the store can hold a registry, unless nothing is to be written to it, and
         reads it. Raises ConfigError, RegistryUnavailable."""
+        if writes:
+            probe(store)
         self.store = store
         self._ask = _Driver(store)
         self._log = Log()
-        with _said_when_slow(store):
-            self._ask.run(self._log.boot())  # so nothing is written to what does not answer
-            if writes:
-                probe(store)
+        self._ask.run(self._log.boot())
         self.state = self._log.state
         self._answered_at = time.monotonic()
         self._poll_s = poll_s
