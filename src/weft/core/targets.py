@@ -71,8 +71,9 @@ class Packed:
     the sums of latents instead: see `weft.models.latent_attention`. The output of each head is its
     key, and then its value."""
     degree: int = 1
-    """Of the MLP's layer that the activation follows: what comes after the activation grows with
-    this power of a positive factor of the last part of the output."""
+    """If an activation follows the projection, and the last part of its output is multiplied by a
+    positive factor: the power of the factor by which the activation's result is multiplied. It is 2
+    for the square of ReLU."""
 
     @property
     def any_format(self) -> bool:

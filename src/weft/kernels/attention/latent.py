@@ -38,10 +38,11 @@ class _Rounds(NamedTuple):
 
 
 SHORT = _Rounds(64, 32, 8, 3)
-"""Of 16-bit numbers. With latents of 512 + 64 numbers, queries take 72 KB of shared memory, and
-each stage 36 KB; the sums of 64 queries take half of eight warps' registers."""
+"""The rounds over numbers of 16 bits. With latents of 512 + 64 numbers, the queries take 72 KB of
+shared memory, and each stage takes 36 KB, so that a GPU needs 180 KB; the sums of 64 queries take
+half of eight warps' registers."""
 LONG = _Rounds(16, 16, 4, 2)
-"""Of 32-bit numbers, whose products need many more registers."""
+"""The rounds over numbers of 32 bits, whose products need many more registers."""
 
 
 def attend(
@@ -72,6 +73,8 @@ def attend(
 
 
 class _Launch(NamedTuple):
+    """The attention of one layer in one step; its tiles and its decodes are launched apart."""
+
     q_THW: Tensor
     cache: KVCache
     batch: AttentionBatch
