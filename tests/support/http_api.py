@@ -336,6 +336,17 @@ class Web:
         return await self.post("/v1/unload_lora_adapter", {"lora_name": name})
 
 
+def run(world: World, scenario: Callable[[Web], Awaitable[None]]) -> None:
+    """Run a coroutine with a client, for tests that make their world first."""
+
+    async def main() -> None:
+        web = Web(world)
+        async with web.http:
+            await asyncio.wait_for(scenario(web), PATIENCE_S)
+
+    asyncio.run(main())
+
+
 @contextmanager
 def served(world: World, **options: Any) -> Iterator[str]:
     """The application on a loopback port, on a thread."""
