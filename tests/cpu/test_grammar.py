@@ -17,6 +17,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from dealing import deal
 from patience import PATIENCE_S, wait_until
 from tiny import BASE
 from tokenizers import AddedToken
@@ -673,8 +674,7 @@ def calling() -> Iterator[Bench]:
     made.grammars.close()
 
 
-@pytest.mark.parametrize("tool_format", list(TOOL_FORMATS))
-@pytest.mark.parametrize("name", [None, "g"])
+@pytest.mark.parametrize(("tool_format", "name"), deal(TOOL_FORMATS, [None, "g"]))
 def test_a_required_call_is_made(calling: Bench, tool_format: str, name: str | None) -> None:
     texts = list(calling.texts(tools_schema(TOOLS, tool_format, name), 15))
     assert texts
@@ -709,8 +709,10 @@ VALUES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("tool_format", ["qwen3_coder", "glm47", "minimax_m2", "gemma4", "olmo3"])
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize(
+    ("value", "tool_format"),
+    deal(VALUES, ["qwen3_coder", "gemma4", "olmo3", "glm47", "minimax_m2"]),
+)
 def test_arguments_satisfy_their_schema_where_they_are_not_json(
     calling: Bench, tool_format: str, value: dict[str, Any]
 ) -> None:
@@ -767,8 +769,7 @@ def said(tool_format: str, text: str) -> tuple[str, list[str]]:
     return piece.content, list(calls.values())
 
 
-@pytest.mark.parametrize("tool_format", list(TOOL_FORMATS))
-@pytest.mark.parametrize(("form", "text"), FORMS)
+@pytest.mark.parametrize(("tool_format", "form", "text"), deal(TOOL_FORMATS, FORMS))
 def test_an_answer_is_either_calls_or_a_text_of_the_form(
     calling: Bench, tool_format: str, form: StructuredOutputs, text: str
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from dealing import deal
 from graph_cases import (
     MAX_LEN,
     MAX_ROWS,
@@ -186,32 +187,17 @@ def test_experts_in_graphs(
     torch.testing.assert_close(found, plain.run_freely(inputs), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
-        pytest.param(
-            [with_states(DECODES[1]), with_states(mixed([1, 4], [1, 4], [-1, 1], [True, True]))],
-            id="few",
-        ),
-        pytest.param(
-            [
-                with_guesses(decode([4, 9, 10, 11], [-1, 0, 0, 0]), [3, 0, 0, 0], [0, 2, 0, 0]),
-                with_guesses(
-                    mixed([1, 1, 1, 3], [9, 10, 11, 5], [-1, -1, -1, 1], [True] * 4),
-                    [2, 2, 2, 1],
-                    [1, 0, 0, 0],
-                ),
-            ],
-            id="guesses",
-        ),
-        pytest.param(
-            [with_states(MIXED["adapters"]), with_states(MIXED["full"])],
-            id="many",
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-)
-@pytest.mark.parametrize("changes", [HYBRID, SHORT_CONV], ids=["delta rule", "short convolution"])
+FEW = [with_states(DECODES[1]), with_states(mixed([1, 4], [1, 4], [-1, 1], [True, True]))]
+GUESSES = [
+    with_guesses(decode([4, 9, 10, 11], [-1, 0, 0, 0]), [3, 0, 0, 0], [0, 2, 0, 0]),
+    with_guesses(
+        mixed([1, 1, 1, 3], [9, 10, 11, 5], [-1, -1, -1, 1], [True] * 4), [2, 2, 2, 1], [1, 0, 0, 0]
+    ),
+]
+MANY = [with_states(MIXED["adapters"]), with_states(MIXED["full"])]
+
+
+@pytest.mark.parametrize(("changes", "steps"), deal([HYBRID, SHORT_CONV], [GUESSES, FEW, MANY]))
 def test_recurrent_states_in_graphs(
     changes: dict[str, object],
     steps: list[StepInputs],

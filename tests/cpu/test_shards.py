@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_kinds import FAMILIES, LINEAR, MIXTURES, VOCAB, make_base
+from adapter_kinds import ALWAYS, FAMILIES, LINEAR, MIXTURES, VOCAB, make_base
 from rank_threads import on_ranks
 
 from weft.checkpoint.base import row_squares
@@ -27,6 +27,18 @@ from weft.models.weights import Weights
 from weft.worker.gathered import GatheredWeights, OtherShares, Part
 
 TOKENS = 11
+OFTEN = {
+    *ALWAYS,
+    "mixtral",
+    "gpt-oss",
+    "gemma4",
+    "qwen3.5",
+    "granite4",
+    "lfm2",
+    "nemotron-h",
+    "arcee",
+}
+"""The families that are cut in ways of their own."""
 
 
 def config_of(family: str, folder: Path) -> ModelConfig:
@@ -58,7 +70,13 @@ def logits(folder: Path, ranks: Ranks) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("unwritten_is_nan")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.exhaustive])
+        for name in FAMILIES
+    ],
+)
 def test_ranks_compute_the_logits_of_the_whole_model(family: str, tmp_path: Path) -> None:
     """With four ranks, two of them have the same key and value heads; those of linear attention
     can't be had twice."""

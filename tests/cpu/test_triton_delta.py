@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from dealing import deal
 from delta_cases import NUM_STATES, make_layer, read_with_guesses, run_mixed
 
 from weft.kernels import delta, triton_delta_chunks
@@ -68,8 +69,7 @@ def test_a_decode_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(own.delta[[3, 0, 4][row]], cache.delta[[3, 0, 4][row]])
 
 
-@pytest.mark.parametrize("mamba", [False, True], ids=["delta rule", "Mamba 2"])
-@pytest.mark.parametrize("fused", [False, True], ids=["plain torch", "fused"])
+@pytest.mark.parametrize(("fused", "mamba"), deal([True, False], [False, True]))
 def test_guesses_leave_no_trace(fused: bool, mamba: bool) -> None:
     """With right and wrong guesses, decodes of two sequences read the same as one by one, and to
     the bit in fused kernels."""

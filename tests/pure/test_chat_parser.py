@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
 from dataclasses import dataclass, field
 
 import pytest
+from dealing import deal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -714,19 +716,19 @@ def test_a_name_that_is_none_is_content_at_once(tool_format: str, text: str) -> 
         ("olmo3", "<function_calls>f(" + " " * 40_000),
         ("olmo3", "<function_calls>f(a" + " " * 40_000),
         ("gemma4", "<|tool_call>call:f{" + " " * 40_000),
-        ("gemma4", "<|tool_call>call:f{" + "a:1," * 75_000),
+        ("gemma4", "<|tool_call>call:f{" + "a:1," * 35_000),
     ],
 )
 def test_marks_and_white_space_take_little_time(tool_format: str, text: str) -> None:
     """The event loop reads whole answers. Their length must not count twice."""
     parser = HarmonyParser(True) if tool_format == "harmony" else ChatParser(tool_format, None)
     begin_s = time.process_time()
-    parser.feed(text * (300_000 // len(text)))
+    parser.feed(text * (150_000 // len(text)))
     parser.flush()
-    assert time.process_time() - begin_s < 3
+    assert time.process_time() - begin_s < 2
 
 
-LONG = "x" * 400_000
+LONG = "x" * 150_000
 
 
 @pytest.mark.parametrize(
@@ -775,13 +777,15 @@ def test_white_space_that_comes_in_pieces_takes_little_time(
     assert time.process_time() - begin_s < 1
 
 
-@pytest.mark.parametrize("tool_format", [None, *sorted(TOOL_FORMATS.keys() - {"harmony"})])
-@pytest.mark.parametrize("reasoning", [None, *sorted(REASONING)])
-@pytest.mark.parametrize("end", ["", "x", "<", "</think>a", HERMES])
+@pytest.mark.parametrize(
+    ("tool_format", "reasoning"),
+    deal([None, *sorted(TOOL_FORMATS.keys() - {"harmony"})], [None, *sorted(REASONING)]),
+)
 def test_long_white_space_in_pieces_is_read_as_in_one(
-    tool_format: str | None, reasoning: str | None, end: str
+    tool_format: str | None, reasoning: str | None
 ) -> None:
-    for begin in ("", "a", "<think>", HERMES):
+    ends = ("", "x", "<", "</think>a", HERMES)
+    for begin, end in itertools.product(("", "a", "<think>", HERMES), ends):
         whole = ChatParser(tool_format, reasoning, schemas=SCHEMAS)
         pieces = ChatParser(tool_format, reasoning, schemas=SCHEMAS)
         text = f"{begin}{' ' * 200}{end}"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+from dealing import deal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -184,8 +185,7 @@ def test_guesses_never_cost_much(
     assert without / guessed >= 0.97
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_texts", [1, 8])
+@pytest.mark.parametrize(("device", "num_texts"), deal(DEVICES, [1, 8]))
 def test_texts_that_do_not_repeat_lose_nothing(device: str, num_texts: int) -> None:
     """On a noisy machine, too, on which some steps take ten times as long."""
     for kind in ("4 words", "16 words", "other words"):
@@ -208,10 +208,9 @@ def one() -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_texts", [1, 8])
 @pytest.mark.parametrize("kind", ["pattern", "edits"])
-def test_no_fixed_length_is_much_better(device: str, num_texts: int, kind: str) -> None:
+@pytest.mark.parametrize(("device", "num_texts"), deal(DEVICES, [1, 8]))
+def test_no_fixed_length_is_much_better(kind: str, device: str, num_texts: int) -> None:
     rng = random.Random(1)
     texts = [TEXTS[kind](rng) for _ in range(num_texts)]
     times = DEVICES[device]

@@ -173,7 +173,9 @@ def asks(model: str) -> list[tuple[str, str, Any]]:
 def without_hint(text: str) -> str:
     """The text of an answer about a name, whichever it is. A hint follows from what was asked and
     what the caller may see."""
-    return re.sub("; did you mean [^?]*[?]", "", text).replace("nosuch", "secret")
+    return re.sub("; (did you mean [^?]*[?]|GET /v1/models .* do)", "", text).replace(
+        "nosuch", "secret"
+    )
 
 
 async def test_what_one_may_not_see_is_as_if_it_did_not_exist(served: Served, web: Web) -> None:

@@ -466,7 +466,7 @@ NEWER = (
     *("cohere2", "seed-oss", "exaone4", "hunyuan", "ernie4.5", "cwm", "granite-swa"),
     *("arcee", "qwen3.5", "lfm2"),
 )
-ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral", "deepseek-v3")
+ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "deepseek-v3")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;
 `make exhaustive` tries all kinds on all families."""
 SERVED = (

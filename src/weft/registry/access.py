@@ -216,7 +216,7 @@ class Access:
     @contextmanager
     def _suggesting(self, model: str) -> Iterator[None]:
         """Inside this context, an error about an unknown model names one that the caller may use
-        and may have meant."""
+        and may have meant, or says where all of them are listed."""
         try:
             yield
         except ModelNotFound as error:
@@ -227,10 +227,9 @@ class Access:
             names.sort(key=lambda name: name[:1] != model[:1])  # most who err begin rightly
             pairs = accumulate(len(name) * len(model) for name in names)
             few = [name for name, count in zip(names, pairs, strict=True) if count <= _MAX_PAIRS]
-            if not (like := get_close_matches(model, few, 1)):
-                raise
-            message = f"{error.message}; did you mean {like[0]!r}?"
-            raise ModelNotFound(message, error.param) from None
+            like = get_close_matches(model, few, 1)
+            hint = f"did you mean {like[0]!r}?" if like else "GET /v1/models lists those that do"
+            raise ModelNotFound(f"{error.message}; {hint}", error.param) from None
 
     def _called(self, name: str) -> str | None:
         """As `_find`, for a name as clients may write it: in any form of Unicode, or after a name
