@@ -498,11 +498,11 @@ async def test_the_number_of_refusals_is_written_though_no_further_one_comes(
             assert httpx.get(f"{url}/v1/models").status_code == 401
         assert not counts()
     assert counts() == [3]
-    monkeypatch.setattr(audit_module, "REFUSALS_S", 0.01)
     log = AuditLog(served.log)
     async with log.counting():
         for _ in range(audit_module.MAX_REFUSALS + 2):
             log.refuse(AuditEntry("refuse", "/v1/models"))
+        monkeypatch.setattr(audit_module, "REFUSALS_S", 0.01)
         await asyncio.wait_for(until(lambda: counts() == [3, 2]), PATIENCE_S)
 
 
