@@ -11,7 +11,8 @@ from weft.checkpoint.fields import Fields, Modules, Pattern, T
 from weft.checkpoint.refuse import refuse, show
 
 BARE_TOKENS = "embed_tokens"
-"""The module of trained token ids that come without one, whatever the model calls it."""
+"""The module of trained token ids for which a configuration names none. It stands for the input
+embedding, whatever the model calls that."""
 
 
 @dataclass(frozen=True)

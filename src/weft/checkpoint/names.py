@@ -102,7 +102,7 @@ class NamedTensors:
         self._check(name, module, suffix, part)
         parts = self._parts.setdefault(module, {})
         if part == "magnitude" and part in parts and tensor.equals(parts[part]):
-            return  # PEFT saves those of some embeddings twice, under two names
+            return  # PEFT saves the magnitudes of some embeddings twice, under two names
         if part in parts:
             refuse(name, f"is for the same weights as {parts[part].name}")
         parts[part] = tensor
@@ -141,10 +141,10 @@ PROJECTIONS = {
 }
 """What an expert's projections are called, by their names in files."""
 _EXPERT_WRAPPERS = ("experts.base_layer", "experts")
+"""Where PEFT puts the tensors of gate and up (or of up alone) and of down, in this order. If only
+one of the two is adapted, it is in the last."""
 _MAX_FILLED = 64
 """How many times as large the matrices of all experts may be as those in the file."""
-"""PEFT puts gate and up, or up alone, and down into these, as far as they are adapted: the last one
-always into the last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,10 +193,10 @@ def check_activated(
     table: TargetTable,
     provisional: bool,
 ) -> None:
-    """Raises AdapterInvalid if an activated adapter adapts more than linear layers: PEFT would have
-    the rest active everywhere. Keys and values of tokens ahead of the invocation are the base's,
-    but a projection that is absorbed is the adapter's for all tokens that a query sees.
-    `provisional`: the base, which was not read, may have such parts."""
+    """Raises AdapterInvalid if an activated adapter adapts more than linear layers, as PEFT would
+    have the rest active everywhere, or if it adapts an absorbed projection. Before the invocation,
+    keys and values must be the base's, but an absorbed projection is the adapter's for all tokens
+    that a query sees. `provisional`: the base, which was not read, may have such parts."""
     vocab, _ = vocabulary(table, "embedding")
     beyond = [i for i in invocation if i >= vocab]
     field = "alora_invocation_tokens"
@@ -206,9 +206,9 @@ def check_activated(
         if each.a is not None and each.target.kind not in ("linear", "head"):
             refuse(each.a.name, f"no {each.target.kind} can be adapted by an activated LoRA")
         if each.target.slice in table.absorbed:
-            why = "keys and values are computed from latents when they are read"
             what = f"{each.target.suffix} can't be adapted by an activated LoRA"
-            refuse(each.target.name, f"{what}: {why}, with one projection for all tokens")
+            why = "it would also change the keys and values of the tokens before the invocation"
+            refuse(each.target.name, f"{what}: {why}")
     if layout.vocab_size:
         own = f"an adapter with its own vocabulary ({layout.vocab_size})"
         refuse(field, f"{own} can't be activated")

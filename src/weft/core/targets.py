@@ -67,17 +67,17 @@ class Packed:
     float32: bool = False
     """Whether its weight is float32; else it has the model's dtype."""
     absorbed: bool = False
-    """Whether it projects latents to each head's key and value, and is applied to queries and to
-    the sums of latents instead: see `weft.models.latent_attention`. The output of each head is its
-    key, and then its value."""
+    """Whether it projects latents to each head's key, and then its value, but is never applied to
+    latents. Its part for keys is applied to queries, and its part for values to sums of latents:
+    see `weft.models.latent_attention`."""
     degree: int = 1
-    """If an activation follows the projection, and the last part of its output is multiplied by a
-    positive factor: the power of the factor by which the activation's result is multiplied. It is 2
-    for the square of ReLU."""
+    """How an activation that follows the projection depends on the last part of its output: if that
+    part is multiplied by a positive factor f, the result is multiplied by f ** degree. 2 is for the
+    square of ReLU."""
 
     @property
     def any_format(self) -> bool:
-        """Whether its weight may be in another format than a dense matrix."""
+        """Whether its weight may be in a quantized format; else it is always a dense matrix."""
         return self.kind == "linear" and not self.absorbed
 
     @property
@@ -180,7 +180,7 @@ class TargetTable:
     num_experts: int = 1
     vectors: tuple[Vector, ...] = ()
     naming: tuple[tuple[str, str], ...] = ()
-    """Prefixes of names in this table, each with what checkpoints and PEFT have in its place."""
+    """Prefixes of names in this table, each with the one that checkpoints and PEFT have instead."""
 
     def copies(self, kind: Kind) -> int:
         """How many copies of A and B a target of this kind has: one, or one for each expert."""
@@ -277,10 +277,10 @@ TEXT_PREFIXES: tuple[tuple[str, str | None], ...] = (
     ("embed_audio.", None),
     ("multi_modal_projector.", None),
 )
-"""Prefixes of module names in models that see images too, or that call parts otherwise, each with
-its prefix in tables; None: it is no part of the text model. transformers has named the text model
-in two ways, and a model without a head has names of its own. Of several prefixes that a name has,
-the first counts."""
+"""Prefixes of module names in models that see images too, or that name their parts differently.
+Each has its prefix in tables, or None if it is no part of the text model. transformers has named
+the text model in two ways, and a model without a head has names of its own. If a name has several
+of the prefixes, the first counts."""
 _PREFIXES = tuple(prefix for prefix, _ in TEXT_PREFIXES)
 
 

@@ -195,7 +195,7 @@ class _Compilers:
         os.write(to_give, b"".join(map(_INDEX.pack, range(len(todo)))))
         os.close(to_give)
         num, collects = min(_num_processors(), len(todo)), gc.isenabled()
-        gc.disable()  # in the processes: what they would collect may be memory of the device
+        gc.disable()  # in the forked processes: they must not free memory of the device
         try:
             while num > 1 and len(self._children) < num:
                 self._children.append(_fork(orders, to_tell, todo))

@@ -67,7 +67,7 @@ class StateCache:
     """(states, R, C + 2 H), in the model's dtype: the last R tokens' inputs to the convolution and,
     behind these, to each head's strength and decay. The token at position p has the place p % R."""
     delta: Tensor
-    """fp32 (states, H, D, E); (states, 0) for layers that are only a convolution, without heads."""
+    """fp32 (states, H, D, E), or (states, 0) for layers that are a convolution without heads."""
 
     @property
     def num_kept(self) -> int:
@@ -335,8 +335,9 @@ def causal_conv(
     tokens: StateTokens,
     positions_N: Tensor,
 ) -> Tensor:
-    """Each channel's convolution over the last W tokens of the sequence, (N, C). `x_NC`: inputs of
-    the step's tokens, or of the first N of them; those before them are in the cache."""
+    """Each channel's convolution over the last W tokens of the sequence, (N, C). `x_NC`: the inputs
+    of the step's first N tokens. The inputs of earlier tokens are in the cache. `weight_WC`: the
+    newest token's weights are last. `positions_N`: each token's position in its sequence."""
     N, C = x_NC.shape
     row_N, source_N, before_N = torch.arange(N), tokens.source_N[:N], tokens.before_N[:N]
     y_NC = x_NC * weight_WC[-1]

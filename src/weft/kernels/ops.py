@@ -35,11 +35,11 @@ class ClampedSwiglu(NamedTuple):
 
 
 Activation = Literal["silu", "gelu_tanh", "relu2"] | ClampedSwiglu
-"""What comes before the last product of an MLP. relu2, the square of ReLU, has no gate."""
+"""The activation before the last product of an MLP. relu2, the square of ReLU, has no gate."""
 
 
 def is_gated(activation: Activation) -> bool:
-    """Whether an activation takes gate and up; else it takes up alone."""
+    """Whether an activation takes both gate and up; otherwise it takes up alone."""
     return activation != "relu2"
 
 
@@ -207,9 +207,9 @@ class ExpertChoice:
     groups: int = 1
     """Into how many groups of neighbours the experts are divided."""
     top_groups: int = 1
-    """How many groups a token chooses its experts from: the best ones."""
+    """From how many of these groups, the best ones, a token chooses its experts."""
     best_of_group: int = 2
-    """A group is as good as its best experts together; here is how many of them count."""
+    """How many of a group's best experts are summed to rate the group."""
     least_sum: float = 0.0
     """What is added to the sum that weights are divided by."""
 
@@ -335,8 +335,8 @@ class Ops:
         self, gate_up: Product, activation: Activation = "silu", up_TF: Tensor | None = None
     ) -> Tensor:
         """Compute what the function `activate_and_mul` does. With `up_TF`, the product is the gate
-        alone; the clamped activation, whose gate and up lie interleaved, does not take one, and
-        those without a gate don't either."""
+        alone. `up_TF` must be None for the clamped activation, whose gate and up lie interleaved,
+        and for activations without a gate."""
         both_T2F = gate_up.whole()
         if up_TF is not None:
             both_T2F = torch.cat((both_T2F, up_TF), 1)
@@ -399,8 +399,8 @@ class Ops:
         cache: KVCache,
         batch: AttentionBatch,
     ) -> None:
-        """Rotate queries into `out`, and put latents with their rotated keys behind them into the
-        cache, as keys of one head. For `weft.models.latent_attention`."""
+        """Write the rotated queries to `out`, and each row's latent with its rotated key behind it
+        to the cache, as the key of an only head. For `weft.models.latent_attention`."""
         rotated_TNR = apply_rope(torch.cat((q_THR, key_TR[:, None]), 1), rope)
         out_THR.copy_(rotated_TNR[:, :-1])
         entry_T1W = torch.cat((latent_TL[:, None], rotated_TNR[:, -1:]), 2)

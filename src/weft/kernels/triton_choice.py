@@ -89,8 +89,8 @@ def _choose(
 def _in_top_groups(
     rating, e, group, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr
 ):
-    """The ratings of one row's experts e, and -inf for experts of other groups than the best, whose
-    best expert counts, or with BEST_TWO the best two."""
+    """The ratings of one row's experts e, and -inf for experts outside the TOP_GROUPS best groups.
+    A group is rated by its best expert, or with BEST_TWO by the sum of its best two."""
     of_group = tl.full(rating.shape, float("-inf"), tl.float32)
     for g in tl.static_range(GROUPS):
         own = tl.where(group == g, rating, float("-inf"))

@@ -137,7 +137,7 @@ def _gate_up(
 ):
     """out (pairs, F) = activation(gate) * up; programs: tiles of one expert after another, each of
     BLOCK_O rows of its matrix, a row of gate and the same one of up in turns. If not GATED, all
-    rows are of up, and out is its activation alone, without biases. Activations are as in
+    rows are of up, and out = activation(up), without biases. Activations are as in
     `weft.kernels.triton_base`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

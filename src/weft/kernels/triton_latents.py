@@ -1,5 +1,5 @@
-"""The fused Triton kernel between the products of attention to latents: rope, and the write to the
-cache.
+"""A fused Triton kernel for attention to latents: it rotates queries and keys, and writes latents
+and keys to the cache.
 
 Shapes: T token rows, H query heads, L the latent, R the rotated part of a query or key.
 """
@@ -92,7 +92,8 @@ def rope_and_write_latents(
     batch: AttentionBatch,
     options: dict[str, bool],
 ) -> None:
-    """Compute what `Ops.rope_and_write_latents` does, with these options of a launch."""
+    """Compute what `Ops.rope_and_write_latents` does, which explains the arguments. `options`: the
+    `launch_options` of the kernel."""
     (T, H, R), L = q_THR.shape, latent_TL.shape[1]
     if not T:
         return

@@ -19,9 +19,9 @@ from weft.kernels.short_conv import ShortConvLayer
 from weft.kernels.triton_base import has_pending, launch_options, starts_early, with_pending
 
 ROWS = 16
-"""Rows of a chunk that one program has at a time."""
+"""How many rows of a chunk one program computes at a time."""
 CHANNELS = 128
-"""The most channels that one program has."""
+"""The most channels that one program computes."""
 PARTS, RUNS = 1024, 256
 """How many programs there are at most for parts of chunks and for runs, for each block of channels.
 A captured step has room for many, which it seldom needs."""
@@ -41,7 +41,7 @@ def _decode(
     y_ptr, add_ptr, add_slot_ptr, out_ptr, kept_ptr, weight_ptr, bias_ptr, decode, position_ptr,
     c, y_stride, C, W: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr, PENDING: tl.constexpr,
 ):  # fmt: skip
-    """All rows of a decode for the channels c. What pads a step is zero."""
+    """Compute all rows of a decode for the channels c. Rows that pad a step become zero."""
     row = tl.load(decode).to(tl.int64)
     state = tl.load(decode + 1).to(tl.int64)
     count = tl.load(decode + 2)
@@ -85,7 +85,7 @@ def _part(
     position_ptr, c, y_stride, C, W: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
     BIAS: tl.constexpr, PENDING: tl.constexpr,
 ):  # fmt: skip
-    """`count` rows of a chunk, from its row `begin` on, for the channels c."""
+    """Compute `count` rows of a chunk, from its row `begin` on, for the channels c."""
     t = tl.arange(0, ROWS)
     in_c = (c < C)[None, :]
     ok = (t < count)[:, None] & in_c
@@ -190,7 +190,8 @@ def _keep_runs(
 def short_conv(
     y: Product, layer: ShortConvLayer, cache: StateCache, rows: StateRows, positions_T: Tensor
 ) -> Tensor:
-    """As `weft.kernels.short_conv.short_conv`. What pads a captured step is zero."""
+    """Compute what `weft.kernels.short_conv.short_conv` does. Rows that pad a captured step become
+    zero."""
     y_TO, work, (W, C) = y.y_TO, rows.work_on(positions_T.device), layer.conv_WC.shape
     num_decodes, num_chunks, num_runs = map(len, work)
     make = y_TO.new_zeros if num_chunks and not rows.states else y_TO.new_empty

@@ -20,14 +20,14 @@ from weft.models.family import MoeConfig
 EMBED, HEAD = "embed", "head"
 """Keys of the weights outside the layers."""
 IN_FLOAT32 = "A_log", "dt_bias", "correction_bias", "expert_bias"
-"""What the names of vectors end in that stay float32 in every dtype of the model."""
+"""Endings of the names of vectors that are float32 whatever the model's dtype is."""
 TOKEN_INPUTS = "token_inputs"
 """The key of the projection from the embedding to all layers' token inputs."""
 TOKEN_EMBEDDING = "model.embed_tokens_per_layer.weight"
 TOKEN_NORM = "model.per_layer_projection_norm"
 """The second embedding of tokens, and the norm of each layer's part of that projection."""
 Q_LATENT_NORM, LATENT_NORM = "q_a_layernorm", "kv_a_layernorm"
-"""What the norms of latents are called within attention."""
+"""The names, within attention, of the norms of two latents: of queries, and of keys and values."""
 LAYER_SCALE, ROUTER_SCALE = "layer_scalar", "router.scale"
 EXPERT_SCALES = "router.per_expert_scale"
 """Names within a layer of the factors of its output, of the router's input, and of each expert's
@@ -107,7 +107,8 @@ def _attention_rows(config: ModelConfig, i: int) -> list[Packed]:
 
 
 def _latent_attention(config: ModelConfig, i: int) -> list[Packed]:
-    """The projections to latents are whole on every rank, as all heads need all of a latent."""
+    """The projections of attention to latents. Each rank has the projections to latents whole, as
+    all heads need all of a latent."""
     name, hidden, latent = f"model.layers.{i}.self_attn.", config.hidden_size, config.latent
     assert latent is not None
     bias, heads = config.attention_bias, config.num_heads
@@ -224,8 +225,8 @@ def _mlp(config: ModelConfig, i: int) -> list[Packed]:
 
 def _experts(moe: MoeConfig, hidden: int, i: int) -> list[Packed]:
     """Router and experts. Some adapters see the experts' gate and up as one projection, so the
-    table has them twice, as two projections and as one, with the same weight. Without a gate, up is
-    there once."""
+    table has them twice, as two projections and as one, with the same weight. Experts without a
+    gate have up only, once."""
     name, inner = f"model.layers.{i}.{moe.place}", moe.intermediate_size
     pair = _named(name, "experts.gate_proj", "experts.up_proj")
     one, down = _named(name, "experts.gate_up_proj"), _named(name, "experts.down_proj")

@@ -61,7 +61,7 @@ class LayerBuilder:
         )
 
     def norm(self, name: str, eps: float | None = None) -> RowNorm:
-        """`eps`: the model's own if it is None."""
+        """The norm of this name. `eps`: None for the model's epsilon."""
         index, config = self.weights.table.norms_by_name[name].index, self.config
         eps = config.norm_eps if eps is None else eps
         weight_I = with_offset(self.weights.norms[name], config.norm_offset)
@@ -118,7 +118,7 @@ class LayerBuilder:
             norm = GroupNorm(norm_O, config.norm_eps, groups, self.ops, over)
         into, out = self.linear(f"{layer}.in"), self.linear(f"{layer}.out")
         least_H = None
-        if shape.least_step:  # a time step is the softplus of what is projected, plus a bias
+        if shape.least_step:  # a time step is softplus(projection + bias)
             least_H = math.log(math.expm1(shape.least_step)) - delta.dt_bias_H
         return LinearAttention(into, out, delta, self.ops, norm, least_H)
 

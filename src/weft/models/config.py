@@ -67,10 +67,11 @@ class ModelConfig:
     moe: MoeConfig | None = None
     """None: all layers are dense."""
     linear: LinearConfig | ShortConvConfig | None = None
-    """None: all layers have a KV cache."""
+    """The layers with a recurrent state; None: there are none."""
     latent: LatentConfig | None = None
-    """None: the cache holds keys and values. Otherwise it holds a latent vector of each token in
-    the place of one head's key; `num_kv_heads` is 1, and `head_dim` the width of that."""
+    """The shape of attention to latents; None: the cache holds keys and values. With latents, the
+    cache holds one vector for each token, as if it were the key of an only head: `num_kv_heads` is
+    1, and `head_dim` is the vector's width."""
     output_gate: bool = False
     """Whether q_proj's output has a gate behind each head's query."""
     fused_qkv: bool = False
@@ -80,8 +81,8 @@ class ModelConfig:
     projection for gate and up, or no gate."""
     names: PartNames = USUAL_NAMES
     mixers: tuple[Mixer, ...] = ()
-    """Per layer: what it consists of, if that is one mixer alone; (): layers have attention and
-    MLP."""
+    """What each layer consists of, if layers are a single mixer; (): each layer has both attention,
+    or a recurrent state, and an MLP."""
     blocks: Blocks = "pre"
     norm_names: tuple[str, ...] = ()
     """What a layer calls the norms around attention and MLP, in the order of their use."""
@@ -125,12 +126,13 @@ class ModelConfig:
         return LayerShape(self.num_kv_heads, self.head_dim, self.intermediate_size, index)
 
     def rope_dim(self, index: int) -> int:
-        """The size of what rope is for in each head of a layer, all or some of it."""
+        """The size of what rope is applied to in a head: all of the head, or with attention to
+        latents the part of it that has positions."""
         return self.layer(index).head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def is_gated(self) -> bool:
-        """Whether its MLPs have a gate beside up."""
+        """Whether the model's MLPs have a gate beside up."""
         return self.activation != "relu2"
 
     def has_attention(self, index: int) -> bool:

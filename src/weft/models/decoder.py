@@ -156,10 +156,10 @@ def allocate_kv_cache(
     device: torch.device | str,
     num_states: int = 0,
 ) -> list[LayerCache]:
-    """The cache of every layer, zeroed: (num_blocks, block_size, kv_heads, head_dim) each, or the
-    states of a layer that has those. Layers that share a cache have the same one, and that of a
-    layer without attention has no heads. Latents have the place of keys, and the values are views
-    of their first part."""
+    """The cache of every layer, zeroed. A layer with attention has keys and values, each of shape
+    (num_blocks, block_size, kv_heads, head_dim). With attention to latents, the values are a view
+    of the first part of the keys. A layer with a recurrent state has states, and a layer without
+    both has a cache of 0 heads. Layers that share a cache have the same object."""
     found: list[LayerCache] = []
     states = iter(_states_of_layers(config, num_states, dtype, device))
     for i in range(config.num_layers):
@@ -181,7 +181,7 @@ def allocate_kv_cache(
 def _states_of_layers(
     config: ModelConfig, num_states: int, dtype: torch.dtype, device: torch.device | str
 ) -> list[StateCache]:
-    """The states of each layer that has some, as parts of two tensors: see `stacked`."""
+    """The states of each layer with a recurrent state, as parts of two tensors: see `stacked`."""
     if config.linear is None:
         return []
     size = (sum(config.linear.layers), num_states)
@@ -274,11 +274,11 @@ def _layer(parts: LayerBuilder, index: int) -> _Layer:
 
 
 class AttentionLayer:
-    """Attention and MLP of one layer, or attention alone; norms and the residual stream are the
-    decoder's."""
+    """Attention of one layer, and its MLP if it has one. The decoder has the layer's norms and the
+    residual stream."""
 
     mlp: DenseMlp | SparseMlp
-    """Absent where a layer is one mixer alone."""
+    """Absent if layers are a single mixer."""
 
     def __init__(self, parts: LayerBuilder, index: int) -> None:
         config = parts.config
@@ -334,10 +334,10 @@ class AttentionLayer:
 
 
 class _LinearLayer:
-    """A layer whose attention is a recurrent state, and its MLP if it has one."""
+    """A layer with a recurrent state, and its MLP if it has one."""
 
     mlp: DenseMlp | SparseMlp
-    """Absent where a layer is one mixer alone."""
+    """Absent if layers are a single mixer."""
 
     def __init__(self, parts: LayerBuilder, index: int) -> None:
         self._attention = parts.linear_attention(index)
@@ -351,7 +351,7 @@ class _LinearLayer:
 
 
 class _MlpLayer:
-    """A layer that is an MLP, or a mixture of experts, alone."""
+    """A layer that is nothing but an MLP or a mixture of experts."""
 
     def __init__(self, parts: LayerBuilder, index: int) -> None:
         self.mlp = parts.mlp(index)

@@ -15,7 +15,7 @@ head after rope, where the others are before it."""
 Blocks = Literal["pre", "post", "both", "parallel", "single", "gemma4"]
 """Where attention and MLP have their norms. pre: `x += f(norm(x))`. post: `x += norm(f(x))`. both:
 `x += norm(f(norm(x)))`. parallel: attention and MLP have one norm together,
-`n = norm(x); x += attend(n) + mlp(n)`. single: a layer is only one of these, its mixer,
+`n = norm(x); x += attend(n) + mlp(n)`. single: a layer has only one of the two, its mixer,
 `x += mix(norm(x))`. gemma4: see `weft.models.gemma4`."""
 NORM_NAMES: dict[Blocks, tuple[str, ...]] = {
     "pre": ("input_layernorm", "post_attention_layernorm"),
@@ -32,13 +32,14 @@ NORM_NAMES: dict[Blocks, tuple[str, ...]] = {
 }
 """What most families call these norms within a layer, in the order of their use."""
 Mixer = Literal["attention", "linear", "mlp", "experts"]
-"""What a layer that is one mixer alone consists of."""
+"""What a layer consists of, if layers are a single mixer."""
 ActivationName = Literal["silu", "gelu_tanh", "relu2"]
-"""The activations of dense MLPs. relu2, the square of ReLU, comes without a gate."""
+"""The activations of dense MLPs. relu2, the square of ReLU, has no gate."""
 
 
 class PartNames(NamedTuple):
-    """What checkpoints and adapters call parts that are called the same in most families."""
+    """What checkpoints and adapters call some parts of a model. The defaults are the names in most
+    families."""
 
     attention_out: str = "o_proj"
     """The last projection of attention, within it."""
@@ -97,10 +98,10 @@ class MoeConfig:
     sigmoid: bool = False
     """Whether an expert's weight is the sigmoid of its logit; else weights are a softmax."""
     groups: tuple[int, int] = (1, 1)
-    """Into how many groups of neighbours experts are divided, and how many of these groups a token
-    chooses from: the best ones."""
+    """Into how many groups of neighbours experts are divided, and from how many of these groups,
+    the best ones, a token chooses."""
     best_of_group: int = 2
-    """A group is as good as its best experts together; here is how many of them count."""
+    """How many of a group's best experts are summed to rate the group."""
     correction: str = ""
     """What the MLP calls a float32 tensor that is added to the experts' weights for the choice
     alone; "": there is none."""
@@ -212,7 +213,7 @@ class Family:
     """How one architecture's configuration is read. A string names the field that decides."""
 
     model_type: str
-    """What configurations state, and transformers knows."""
+    """The `model_type` that transformers knows."""
     windows: Callable[[Any], tuple[int | None, ...]]
     attention_bias: bool | str = False
     attention_out_bias: bool | str = False
@@ -224,15 +225,15 @@ class Family:
     """What a layer calls gate, up and down, or only two names if gate and up are one projection or
     there is no gate."""
     mlp_width: Callable[[Any], int] = lambda hf: getattr(hf, "intermediate_size", 0)
-    """The inner width of dense MLPs; it may be called once the configuration's sizes and numbers
-    are known to be valid."""
+    """Computes the inner width of dense MLPs. Call it only after the configuration's sizes and
+    numbers have been checked."""
     names: PartNames = USUAL_NAMES
     blocks: Blocks = "pre"
     norm_names: Callable[[Any], tuple[str, ...]] | None = None
     """What a layer calls its norms, in the order of their use, where that differs from
     NORM_NAMES."""
     mixers: Callable[[Any], tuple[Mixer, ...]] = lambda hf: ()
-    """What each layer consists of, where that is one mixer alone; else ()."""
+    """What each layer consists of, if layers are a single mixer; else ()."""
     layers: Callable[[Any], tuple[LayerShape, ...]] = lambda hf: ()
     """The shape of each layer, for families whose layers differ; else ()."""
     value_norm: bool = False
@@ -267,8 +268,8 @@ class Family:
     norm_eps: str = "rms_norm_eps"
     """The name of the configuration's field with the norms' epsilon."""
     other_types: tuple[str, ...] = ()
-    """What configurations with the same fields may state as well, which transformers does not
-    know."""
+    """Other values of `model_type`, which transformers does not know, for configurations with the
+    same fields."""
     text_of: str = ""
     """If this is the text part of a larger model: that model's `model_type`. The configuration is
     then its `text_config`."""

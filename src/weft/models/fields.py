@@ -1,6 +1,6 @@
 """Lists the fields of configurations that are read, and those that don't matter. All others must be
-at their default: a model that sets one is refused by its name, never served approximately. Numbers
-that no model can have are refused here, too."""
+at their default: a model that sets one is refused with the field's name, never served
+approximately. Numbers that no model can have are refused here, too."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ COMPUTED = {
 }
 """Fields that transformers does not know, and the values that say what is computed in any case."""
 _COMPUTED_OTHERWISE = {"deepseek_v2": {"scoring_func": "softmax"}}
-"""The same where a type of models differs."""
+"""Values in place of those in COMPUTED, by `model_type`."""
 
 
 def check_fields(hf: Any) -> None:

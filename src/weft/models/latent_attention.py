@@ -1,13 +1,14 @@
-"""Multi-head latent attention (DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash).
+"""Multi-head latent attention, as in DeepSeek V2 and V3, Kimi K2 and GLM 4.7 Flash.
 
-A token's keys and values are projections of one latent c, and all heads have one rotated key k_r.
-So only c and k_r are in the cache. The projection W of c to the key and the value of a head, W_K
-and W_V, is *absorbed*: applied to what is computed with the keys and values in its place,
+The keys and values of a token are projections of one short vector, its latent c: a head's key is
+W_K c, and its value is W_V c. All heads also share one rotated key k_r. The cache holds only c and
+k_r. W_K and W_V are never applied to the cached latents. They are *absorbed*: W_K is applied to the
+query, and W_V to the weighted sum of latents, which gives the same results,
 
     score = q . (W_K c) + q_r . k_r = (W_K^T q) . c + q_r . k_r
     out = sum of weight W_V c = W_V (sum of weight c)
 
-which makes it attention of all heads to one head of keys (c, k_r), whose values are c.
+So all heads attend to one head, whose keys are (c, k_r) and whose values are c.
 
 Shapes: T token rows, I hidden size, H query heads, N the part of a query without position, R its
 rotated part, L the latent, V the value of a head, W = L + R.
@@ -26,11 +27,12 @@ from weft.models.builder import LayerBuilder
 from weft.models.layers import StepContext
 
 NORM_EPS = 1e-6
-"""What the norms of latents add to mean squares, in all these models."""
+"""The epsilon of the norms of latents. As in transformers, it does not depend on `rms_norm_eps`."""
 
 
 class LatentLayer:
-    """Attention and MLP of one layer; norms and the residual stream are the decoder's."""
+    """Attention to latents, and the MLP, of one layer. The decoder has the layer's norms and the
+    residual stream."""
 
     def __init__(self, parts: LayerBuilder, index: int) -> None:
         config = parts.config

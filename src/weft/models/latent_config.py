@@ -15,22 +15,22 @@ from weft.models.state_config import LatentConfig
 def _latent(hf: Any) -> LatentConfig:
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         if type(getattr(hf, name)) is not int:
-            message = f"{name} must be a number from 1 on, got {getattr(hf, name)!r:.80}"
+            message = f"{name} must be a whole number, got {getattr(hf, name)!r:.80}"
             raise ConfigError(message, name)
     if hf.qk_rope_head_dim % 2:
         message = f"qk_rope_head_dim must be even, got {hf.qk_rope_head_dim}"
         raise ConfigError(message, "qk_rope_head_dim")
     heads, keys = hf.num_attention_heads, hf.num_key_value_heads
     if keys != heads:
-        message = f"num_key_value_heads must be {heads}, as num_attention_heads is, got {keys}"
+        message = f"num_key_value_heads must be {heads}, like num_attention_heads, got {keys}"
         raise ConfigError(message, "num_key_value_heads")
     parts = hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim
     return LatentConfig(hf.q_lora_rank, hf.kv_lora_rank, *parts)
 
 
 def _latent_scales(hf: Any) -> Scales:
-    """yarn's factor of cos and sin is not for the part without positions, so that the scores have
-    its square."""
+    """The scale of attention scores. It contains the square of yarn's factor (`mscale_all_dim`),
+    because rope's cos and sin would not bring that factor to the part without positions."""
     scale, rope = (hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** -0.5, hf.rope_parameters
     of_all, factor = rope.get("mscale_all_dim"), rope.get("factor")
     if of_all and rope.get("rope_type") != "default":

@@ -42,7 +42,8 @@ def rope_by_type(hf: Any) -> tuple[RopeParameters | None, ...]:
 
 
 def linear_layers(hf: Any, called: str = "linear_attention") -> tuple[bool, ...] | None:
-    """Which layers have a recurrent state, and are `called` that way; None if none has."""
+    """Whether each layer has a recurrent state; None if none has. `called`: the name of such layers
+    in `layer_types`. Raises ConfigError if all layers have one."""
     layers = tuple(kind == called for kind in hf.layer_types)
     if all(layers):
         raise ConfigError("layer_types names no full_attention, which is needed", "layer_types")

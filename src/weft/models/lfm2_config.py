@@ -23,7 +23,8 @@ def _short_conv(hf: Any) -> ShortConvConfig | None:
 
 
 def lfm2_mlp_width(hf: Any) -> int:
-    """The inner width of the MLPs of dense models. Raises ConfigError if there is no such width."""
+    """The inner width of the MLPs of dense models, as transformers computes it. Raises ConfigError
+    if that gives no possible width."""
     stated, factor, unit = hf.intermediate_size, hf.block_ffn_dim_multiplier, hf.block_multiple_of
     if not hf.block_auto_adjust_ff_dim:
         return int(stated)
@@ -32,7 +33,7 @@ def lfm2_mlp_width(hf: Any) -> int:
         raise ConfigError(message, "block_ffn_dim_multiplier")
     width: int = cdiv(int(factor * int(2 * stated / 3)), unit) * unit
     if not 1 <= width < 1 << 31:
-        message = f"intermediate_size {stated} makes MLPs {width} wide"
+        message = f"intermediate_size {stated} gives MLPs the width {width}, not 1 to 2**31 - 1"
         raise ConfigError(message, "intermediate_size")
     return width
 
@@ -47,4 +48,4 @@ LFM2 = Family(
     mlp_names=("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
     linear=_short_conv,
 )
-"""What dense models and mixtures have in common, under the mixtures' name."""
+"""What dense models and mixtures have in common, with the `model_type` of mixtures."""

@@ -63,7 +63,8 @@ class LinearAttention:
     norm: GroupNorm | None = None
     """The norm that follows the gates in Mamba 2; None: heads have been normed before."""
     least_H: Tensor | None = None
-    """The least that the projection gives for the heads' time steps, fp32; None: anything."""
+    """The least value that the projection may give for each head's time step, fp32; lower ones are
+    raised to it. None: there is no limit."""
 
     def __call__(self, x_TI: Tensor, step: StepContext, cache: StateCache) -> Product:
         assert step.states is not None
@@ -80,7 +81,8 @@ class LinearAttention:
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """A layer with a gated short convolution between two projections."""
+    """A layer with a gated short convolution between two projections; see
+    `weft.kernels.short_conv`."""
 
     into: Linear
     """The projection to the gates b and c, and to x."""
@@ -96,8 +98,8 @@ class ShortConv:
 
 
 def check_heads(shape: LinearConfig | ShortConvConfig, device: torch.device) -> None:
-    """Raises ConfigError for heads that are too large for kernels on a GPU: one program has a
-    head's state in shared memory, in fp32."""
+    """Raises ConfigError for heads that are too large for the kernels on a GPU, where one program
+    holds a head's state in shared memory, in fp32."""
     if device.type != "cuda" or isinstance(shape, ShortConvConfig):
         return
     sizes = dict(zip(shape.fields[2:], (shape.key_dim, shape.value_dim), strict=True))

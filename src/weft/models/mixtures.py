@@ -18,7 +18,7 @@ def _mixture(hf: Any, num_experts: int, width: int, normalize: object, **more: A
 
 
 def check_counts(hf: Any, least: int, *names: str) -> None:
-    """Raise ConfigError for a field that is not a number, or below `least`."""
+    """Raises ConfigError for a field that is not a whole number of at least `least`."""
     for name in names:
         found = getattr(hf, name)
         if type(found) is not int or found < least:
@@ -82,7 +82,7 @@ def routed(hf: Any, num_dense: int = 0) -> MoeConfig | None:
 
 
 _CORRECTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-"""What configurations of mixtures with corrected sigmoids may state beside what is read."""
+"""The only values served of these fields, in mixtures that choose by corrected sigmoids."""
 
 
 def deepseek_v3_moe(hf: Any) -> MoeConfig | None:
@@ -131,7 +131,7 @@ def glm4_moe_lite(hf: Any) -> MoeConfig | None:
 
 
 def _check_stated(hf: Any, only: Mapping[str, object]) -> None:
-    """Raises ConfigError for a field that is there with another value than the only one served."""
+    """Raises ConfigError if a field is set to another value than the one in `only`."""
     for name, wanted in only.items():
         found = getattr(hf, name, wanted)
         if found != wanted:

@@ -1,5 +1,5 @@
-"""Reads the configuration of Nemotron-H, whose layers are one mixer alone: Mamba 2, attention, an
-MLP, or a mixture of experts."""
+"""Reads the configuration of Nemotron-H. Each of its layers is a single mixer: Mamba 2, attention,
+an MLP, or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def _mixers(hf: Any) -> tuple[Mixer, ...]:
     return mixers
 
 
-def _none_of_all(hf: Any) -> tuple[None, ...]:
+def _none_per_layer(hf: Any) -> tuple[None, ...]:
+    """No layer has a window, and no layer has rope."""
     return (None,) * len(_mixers(hf))
 
 
@@ -81,7 +82,7 @@ def _experts(hf: Any) -> MoeConfig | None:
 
 NEMOTRON_H = Family(
     "nemotron_h",
-    _none_of_all,
+    _none_per_layer,
     mlp_bias="mlp_bias",
     mlp_names=("mixer.up_proj", "mixer.down_proj"),
     blocks="single",
@@ -90,7 +91,7 @@ NEMOTRON_H = Family(
         prefixes=(("model.embed_tokens.", "model.embeddings."), ("model.norm.", "model.norm_f.")),
     ),
     mixers=_mixers,
-    ropes=_none_of_all,
+    ropes=_none_per_layer,
     moe=_experts,
     linear=_linear,
     activation_field="mlp_hidden_act",

@@ -14,16 +14,18 @@ class LatentConfig(NamedTuple):
     cache holds the latents: see `weft.models.latent_attention`."""
 
     query_rank: int | None
-    """The width of the latent that queries are projected from; None: the layer's input is."""
+    """The width of the latent that queries are projected from. None: they are projected from the
+    layer's input."""
     rank: int
     """The width of the latent of keys and values."""
     key_dim: int
-    """The part of each head's query and key that has no position. That of a key is a projection of
-    the latent."""
+    """The size of the part of a head's query and key that has no position. A key's part is a
+    projection of the latent."""
     rope_dim: int
-    """The part of each head's query and key that is rotated. All heads have the same such key,
-    which is behind the latent in the cache."""
+    """The size of the part of a head's query and key that is rotated. All heads share this part of
+    the key. The cache holds it behind the latent."""
     value_dim: int
+    """The size of a head's value."""
 
     @property
     def width(self) -> int:
@@ -33,16 +35,19 @@ class LatentConfig(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """Layers whose attention is a recurrent state: by the gated delta rule, or Mamba 2."""
+    """Layers that keep a recurrent state in place of a KV cache: by the gated delta rule, or Mamba
+    2."""
 
     layers: tuple[bool, ...]
-    """Per layer: whether it is one; others have attention over a KV cache."""
+    """Whether each layer is one."""
     num_keys: int
-    """Heads of queries and keys."""
+    """How many heads of queries and keys there are."""
     num_values: int
+    """How many heads of values there are, a multiple of `num_keys`."""
     key_dim: int
     value_dim: int
     conv_width: int
+    """How many tokens the convolution reads, the newest one included."""
     by_key_head: bool = False
     """Whether the layer has two projections, whose outputs are ordered by key head: one to queries,
     keys, values and z, the other to b and a. Else it has four: one to queries, keys and values, and
@@ -67,7 +72,7 @@ class LinearConfig:
     least_step: float = 0.0
     """The least time step of Mamba 2."""
     spans_ranks: bool = False
-    """Whether this is a rank's share, and other ranks have heads of the same group."""
+    """Whether this is one rank's share, and other ranks have heads of the same group."""
 
     def __post_init__(self) -> None:
         if self.num_values % self.num_keys:
@@ -97,13 +102,13 @@ class LinearConfig:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """The shape of what a state has besides: a matrix for each head."""
+        """The shape of the rest of a state: a matrix for each head."""
         return self.num_values, self.key_dim, self.value_dim
 
     @property
     def vectors(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The layer's tensors besides projections, by name: the dimensions behind the first one,
-        and the parts of the first one that ranks divide."""
+        """The layer's tensors besides projections, by name. Each has the sizes of all dimensions
+        after the first one, and the parts of the first dimension. Ranks divide each part."""
         of_heads: tuple[int, ...] = (self.num_values,)
         found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
             "conv1d.weight": ((1, self.conv_width), self.channel_parts),
@@ -145,8 +150,8 @@ class LinearConfig:
 
     @property
     def projections(self) -> dict[str, tuple[int, ...]]:
-        """The layer's projections of its input, and the parts of their outputs, each of which lies
-        by key head."""
+        """The layer's projections of its input, by name, and the widths of the parts of their
+        outputs. Each part is ordered by key head."""
         if self.mamba:
             parts = self.values, self.values, self.keys, self.keys, self.num_values
             return {"in_proj": parts}
@@ -170,7 +175,7 @@ class ShortConvConfig:
     the convolution."""
 
     layers: tuple[bool, ...]
-    """Per layer: whether it is one; others have attention over a KV cache."""
+    """Whether each layer is one; the others have attention over a KV cache."""
     channels: int
     """The width of the convolution, and of b, c and x."""
     conv_width: int
@@ -180,7 +185,7 @@ class ShortConvConfig:
     name = "conv"
     """What a decoder layer calls such a layer."""
     state_shape = (0,)
-    """A state has nothing besides what it keeps of tokens."""
+    """A state holds only what it keeps of tokens: see `kept_width`."""
 
     @property
     def divided(self) -> dict[str, int]:
@@ -208,7 +213,7 @@ class ShortConvConfig:
 
     @property
     def vectors(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """As `LinearConfig.vectors`."""
+        """The layer's tensors besides projections, by name; see `LinearConfig.vectors`."""
         found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
             "conv.weight": ((1, self.conv_width), (self.channels,))
         }

@@ -47,7 +47,7 @@ def _scaled(config: PeftConfig, module: LinearModule, table: TargetTable) -> tup
             f"{target.name}: only the input of an MLP's last projection can be scaled",
         )
     # Its input is silu(gate) * up: to scale it is to scale the output of up, or the second half of
-    # the output of both in one. The square of a ReLU, which has no gate, takes the factor's root.
+    # the output of both in one. An MLP with a squared ReLU has no gate: up takes the factor's root.
     scale = module.get("ia3_l", 1, target.in_features).values().reshape(-1)
     mlp = target.name.removesuffix(target.suffix)
     names = [mlp + up for up in _UP[target.suffix]]
@@ -55,7 +55,7 @@ def _scaled(config: PeftConfig, module: LinearModule, table: TargetTable) -> tup
     up = find_target(module.first, name, table)
     if table.groups[up.group].packed.degree == 2:
         if (scale < 0).any():
-            why = "has a factor below 0, which can't be had from what is squared ahead of it"
+            why = "has a factor below 0, which can't be applied ahead of the MLP's squared ReLU"
             refuse(module.first, why)
         scale = np.sqrt(scale)
     if up.out_features == 2 * len(scale):

@@ -177,7 +177,7 @@ def _sort(adapter: PeftAdapter) -> AdapterParts:
 
 
 def _single_experts(table: TargetTable) -> list[str]:
-    """What the projections of a layer's first expert may be called."""
+    """The names that adapters may have for the projections of each layer's first expert."""
     names = [t.name.rpartition(".")[::2] for t in table.targets if t.kind == "experts"]
     gated = {place for place, suffix in names if suffix.startswith("gate")}
     return [

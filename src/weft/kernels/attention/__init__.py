@@ -25,8 +25,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of one layer, each (num_blocks, block_size, kv_heads, head_dim). Values may
-    be the first part of the keys: a view of the same memory, with a smaller head_dim."""
+    """Keys and values of one layer, each (num_blocks, block_size, kv_heads, head_dim). With
+    attention to latents, values are the first part of the keys: a view of the same memory, with a
+    smaller head_dim."""
 
     k: Tensor
     v: Tensor
@@ -151,11 +152,11 @@ class Attend(Protocol):
         sinks_H: Tensor | None = None,
         cap: float | None = None,
     ) -> Tensor:
-        """Returns (T, H, D), with the D of values, in q's dtype. Row t, at position p of its
-        sequence, attends to the positions in (p - window, p], or to all up to p when `window` is
-        None. Query head h reads key head h // (H / K). `sinks_H`: a score for each head that takes
-        part in its softmax but has no value, so that weights may sum to less than 1. `cap`: see
-        `capped`; not together with sinks."""
+        """Returns (T, H, D) in q's dtype, where D is the head_dim of values. Row t, at position p
+        of its sequence, attends to the positions in (p - window, p], or to all up to p when
+        `window` is None. Query head h reads key head h // (H / K). `sinks_H`: a score for each head
+        that takes part in its softmax but has no value, so that weights may sum to less than 1.
+        `cap`: see `capped`; not together with sinks."""
 
 
 def capped(score: Tensor, cap: float | None) -> Tensor:

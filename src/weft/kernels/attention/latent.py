@@ -1,12 +1,12 @@
-"""Attention to latents by a Triton kernel: all heads read one key, whose first part is the value;
-see `weft.models.latent_attention`.
+"""Attention to latents by a Triton kernel: all heads read one key, whose first part is also the
+value. `weft.models.latent_attention` explains why.
 
-Shapes: T token rows, S sequences, H query heads, L the latent, R the rotated part of a key, B
-blocks of a sequence.
+Shapes: T token rows, S sequences, H query heads, L the latent, R the rotated part of a key, W = L +
+R, B blocks of a sequence.
 
-A latent is read once for both of its uses, and by many heads at a time. Sums are in fp32, and a
-result is rounded once. Launches follow from the numbers of sequences, tiles and rows alone, so that
-a CUDA graph of them serves any lengths.
+A program reads a latent once, as key and as value, for many heads. Sums are in fp32, and a result
+is rounded once. Launches depend only on the numbers of sequences, tiles and rows, so a CUDA graph
+of them serves contexts of any lengths.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from weft.kernels.attention.paged_kernels import combine_parts
 MAX_PARTS = 32
 """The most parts that a context is cut into."""
 LEAST_ROUNDS = 4
-"""The fewest rounds of a part. Fewer tokens are read faster than parts are combined."""
+"""The fewest rounds of a part. To combine parts that are shorter takes longer than to read them."""
 
 
 class _Rounds(NamedTuple):
     """How a program loops over a context."""
 
     queries: int
-    """The most queries that it has."""
+    """The most queries that a program has."""
     tokens: int
+    """How many tokens of the context it reads in a round."""
     warps: int
     stages: int
 
 
 SHORT = _Rounds(64, 32, 8, 3)
-"""The rounds over numbers of 16 bits. With latents of 512 + 64 numbers, the queries take 72 KB of
-shared memory, and each stage takes 36 KB, so that a GPU needs 180 KB; the sums of 64 queries take
-half of eight warps' registers."""
+"""The rounds for 16-bit numbers. With latents of 512 + 64 numbers, the queries take 72 KB of shared
+memory and each of the 3 stages 36 KB, so a GPU needs 180 KB. The sums of 64 queries take half of
+the registers of eight warps."""
 LONG = _Rounds(16, 16, 4, 2)
-"""The rounds over numbers of 32 bits, whose products need many more registers."""
+"""The rounds for 32-bit numbers, whose products need many more registers."""
 
 
 def attend(
@@ -54,8 +55,9 @@ def attend(
     processors: int,
     options: dict[str, bool],
 ) -> Tensor:
-    """An `Attend` to latents, (T, H, L). `work`: of tiles of H queries for each row. `processors`:
-    how many programs run at once. `options`: those of launches of kernels between others."""
+    """Attention as `Attend` defines it, to latents. Returns (T, H, L). `work`: as `row_work` makes
+    it for H queries a row. `scale`: the factor of scores, times log2 e. `processors`: how many
+    programs run at once. `options`: `launch_options` of kernels that take them."""
     T, H, _ = q_THW.shape
     out_THL = q_THW.new_empty((T, H, cache.v.shape[-1]))
     rounds = LONG if q_THW.dtype == torch.float32 else SHORT
@@ -73,14 +75,14 @@ def attend(
 
 
 class _Launch(NamedTuple):
-    """The attention of one layer in one step; its tiles and its decodes are launched apart."""
+    """The attention of one layer in one step. Tiles and decodes have a launch each."""
 
     q_THW: Tensor
     cache: KVCache
     batch: AttentionBatch
     out_THL: Tensor
     scale: float
-    """With log2 e in it."""
+    """The factor of scores, times log2 e."""
     rounds: _Rounds
     processors: int
     options: dict[str, bool]
@@ -88,14 +90,15 @@ class _Launch(NamedTuple):
     def run(
         self, kind: str, tiles: Tensor, num_tiles: int, num_full: int, rows: int, places: int
     ) -> None:
-        """Compute tiles of up to `rows` queries, of which about `num_full` are not empty. If their
-        contexts are cut into parts, these meet at so many places."""
+        """Compute `num_tiles` tiles of up to `rows` queries each, of which about `num_full` are not
+        empty. `kind` and `tiles`: ROWS and tiles of the kernel. `places`: for how many rows parts
+        of contexts are combined, if contexts are cut into parts."""
         H, W = self.q_THW.shape[1:]
         L, rounds = self.out_THL.shape[2], self.rounds
         block_m = max(16, min(rounds.queries, next_power_of_2(rows)))
         shares = cdiv(rows, block_m)
         wanted = max(1, min(MAX_PARTS, self.processors // (num_full * shares)))
-        parts = 1 << (wanted.bit_length() - 1)  # each number is compiled for
+        parts = 1 << (wanted.bit_length() - 1)  # a power of 2, as each number is compiled apart
         acc = sums = self.out_THL
         if parts > 1:
             acc = self.q_THW.new_empty((places, parts, H, L), dtype=torch.float32)

@@ -38,17 +38,21 @@ def latent_tiles(
     LEAST: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """BLOCK_M of a tile's queries, H for each of its token rows of one sequence, against one part
-    of their context; programs (tiles * SHARES, PARTS), of which each has a share of a tile.
+    """Attention of up to BLOCK_M queries of a tile to one part of their context. A tile is one or
+    more token rows of one sequence, with H queries each. Programs (tiles * SHARES, PARTS): each
+    has a share of a tile.
 
-    q (T, H, L + R); cache (., L + R); out (T, H, L); table int32 (., B); lens int32; `scale` has
-    log2 e in it. tiles int32 (., 4): sequence, first row, number of rows, position of the first
-    row; with ROWS "pairs", (., 2) of sequence and row (-1: nothing to do), a tile each; with "all",
-    the sequence of the program's number has one row, of the same number.
+    q (T, H, L + R); cache (., L + R); out (T, H, L); table int32 (., B); lens int32 (S,); `scale`
+    is the factor of scores times log2 e. ROWS says what the tiles are:
 
-    A context is cut into as many parts of at least LEAST tokens as it has, at most PARTS. If PARTS
-    is not 1, acc fp32 (., PARTS, H, L) and sums fp32 (., PARTS, H, 2) of (sum, maximum) are by row
-    for tiles, and else by the tile's number; parts without context leave their sums, which are 0.
+        "tiles"  tiles int32 (., 4): sequence, first row, number of rows (0: nothing to do), and
+                 position of the first row
+        "pairs"  tiles int32 (., 2): sequence (-1: nothing to do) and its only row
+        "all"    tile i is the only row of sequence i, and is row i
+
+    A context is cut into at most PARTS parts of at least LEAST tokens. If PARTS is not 1, results
+    go to acc fp32 (., PARTS, H, L) and sums fp32 (., PARTS, H, 2) of (sum, maximum): by row for
+    "tiles", else by the tile's number. Parts without context leave their sums at 0.
     """
     i = tl.program_id(0) // SHARES
     if ROWS == "tiles":
@@ -121,7 +125,7 @@ def latent_tiles(
             place = row + m // H
         base = (place.to(tl.int64) * PARTS + tl.program_id(1)) * H + m % H
         tl.store(acc_ptr + base[:, None] * L + d[None, :], acc, mask=there & in_l)
-        # A part that no row of a tile's first ones sees has no sum for these.
+        # The first rows of a tile may see nothing of a part; they then have no sum in it.
         total = tl.where(most > -1e29, total, 0.0)
         tl.store(sums_ptr + 2 * base, total, mask=m < count * H)
         tl.store(sums_ptr + 2 * base + 1, most, mask=m < count * H)

@@ -215,8 +215,8 @@ def combine_parts(
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The parts of one head of one row; programs (rows, H). The parts of row i are at i, and their
-    result is row i of out; with PAIRS it is the row of pair i, as `decode_rows` has these."""
+    """Combine the parts of one head of one row; programs (rows, H). The result of the parts at i is
+    row i of out, or with PAIRS the row that pair i names: see `decode_rows`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

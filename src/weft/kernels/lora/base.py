@@ -269,7 +269,7 @@ class LoraStep(Protocol):
     Steps inherit from this, so that those without fused kernels have `product` and `start`."""
 
     absorbed: AbsorbedStep | None = None
-    """The step's adapters of projections that are absorbed; None: it has none."""
+    """The step's adapters of absorbed projections; None: there are none."""
 
     def product(
         self, x_TI: Tensor, weight: Weight, bias_O: Tensor | None, group: int
@@ -322,19 +322,21 @@ class NormStep(Protocol):
 
 
 class AbsorbedStep(Protocol):
-    """The adapters of one step in projections that are absorbed: see `weft.core.targets.Packed`.
-    H heads, of key size N and value size V, from latents of size L. Adapters change the whole
-    projection as in `LoraStep`; what they shift keys by changes no weight of attention."""
+    """The adapters of one step in absorbed projections, which are applied to queries and to sums of
+    latents: see `weft.models.latent_attention`. There are H heads, with keys of size N and values
+    of size V, and latents of size L. An adapter that shifts keys changes no weight of attention, as
+    it changes all scores of a query alike, so no method does that."""
 
     def scaled(self, q_THN: Tensor, group: int) -> Tensor:
-        """The queries, times the adapters' factors of the keys; `q` itself if there are none."""
+        """The queries times the adapters' factors of keys; `q_THN` itself if there are none."""
 
     def add_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
-        """Add the adapters' part to the scaled queries' product with the projection to keys."""
+        """Add the adapters' part to `y`, the product of the scaled queries `q` with the base's
+        projection to keys."""
 
     def finish_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
-        """Add the adapters' part to the product of sums of latents with the projection to values,
-        and scale and shift it."""
+        """Add the adapters' part to `y`, the product of the sums of latents `x` with the base's
+        projection to values. Then scale and shift `y` as the adapters do."""
 
 
 class VocabularyStep(Protocol):

@@ -33,6 +33,7 @@ def has_extras(pool: AdapterPool, slots: Iterable[int]) -> bool:
 
 
 def _is_special(layout: ImageLayout) -> bool:
+    """Whether an adapter needs an ExtrasStep."""
     return layout.has_extras or layout.has_absorbed
 
 
@@ -152,7 +153,7 @@ class ExtrasStep(LoraStep):
 
 
 class _Absorbed(AbsorbedStep):
-    """The AbsorbedStep of the segments, of which some change absorbed projections."""
+    """The AbsorbedStep of those segments whose adapters change absorbed projections."""
 
     def __init__(self, pool: AdapterPool, segments: list[_Own]) -> None:
         self._pool = pool
@@ -189,7 +190,7 @@ class _Absorbed(AbsorbedStep):
             y_nHV.copy_(moved if shift is None else moved + shift[:, -V:])
 
     def _pair(self, own: _Own, group: int, num_heads: int) -> tuple[Tensor, Tensor] | None:
-        """A (R, L) and B (H, N + V, R) of a segment's adapter."""
+        """A (R, L) and B (H, N + V, R) of a segment's adapter; None if it has none there."""
         view = self._pool.view(own.slot, group)
         if view is None:
             return None
@@ -198,7 +199,7 @@ class _Absorbed(AbsorbedStep):
     def _vector(
         self, own: _Own, offsets: tuple[int, ...], group: int, num_heads: int
     ) -> Tensor | None:
-        """A vector of a segment's adapter, fp32 (H, N + V)."""
+        """A vector of a segment's adapter, fp32 (H, N + V); None if it has none there."""
         (target,) = self._pool.table.groups[group].slices
         vector = own.vector(offsets, target.slice, target.out_features)
         return None if vector is None else vector.view(num_heads, -1)

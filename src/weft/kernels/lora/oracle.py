@@ -95,7 +95,7 @@ class ImageStep(LoraStep):
         return [(self._first, self._num_rows, weight_I)]
 
     def absorbed_parts(self, group: int, num_heads: int) -> _AbsorbedParts:
-        """The adapter's change of a projection of latents, fp32, head by head."""
+        """What the adapter does to an absorbed projection, fp32, head by head."""
         g = self._table.groups[group]
         (target,), rank, layout = g.slices, self._rank(g), self._layout
         product_HOL = None
@@ -196,12 +196,12 @@ class ImageStep(LoraStep):
 
 
 class _AbsorbedParts(NamedTuple):
-    """What an adapter does to a projection of latents L to keys and values, O for each head H."""
+    """What an adapter does to a projection of latents L to the O keys and values of each head H."""
 
     first: int
     """The first row of the adapter."""
     product_HOL: Tensor | None
-    """B A"""
+    """The product B A; None: the adapter has no A and B there."""
     scale_HO: Tensor | None
     shift_HO: Tensor | None
 

@@ -275,9 +275,8 @@ class TritonStep(LoraStep):
             return
         pool, blocks = self._backend.pool, self._backend.tuning.blocks
         stages = blocks.shrink_stages
-        if (
-            pool.element_bytes == 4
-        ):  # they need twice the shared memory, and a device may have 99 KB
+        if pool.element_bytes == 4:
+            # Numbers of 4 bytes need twice the shared memory, and a device may have only 99 KB.
             stages = min(stages, 2)
         x_TK = x_TI[:, pool.table.groups[group].a_columns(pool.ranks.rank)]
         numbers, constants = self._arguments(group, x_TK)
