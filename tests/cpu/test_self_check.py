@@ -358,7 +358,7 @@ def test_the_logits_are_compared_too(worker: DeviceWorker, monkeypatch: Patch) -
     )
     monkeypatch.setattr(selfcheck, "norms_of", lambda step: None)
     monkeypatch.setattr(compared, "norms_of", lambda step: None)
-    monkeypatch.setattr(compared.Both, "of", lambda self, index: self._oracle.of(index))
+    monkeypatch.setattr(compared.ComparedStep, "of", lambda self, index: self._oracle.of(index))
     with pytest.raises(AdapterQuarantined, match="the logits"):
         check(worker, adapter)
 

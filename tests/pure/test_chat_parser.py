@@ -604,9 +604,9 @@ ODD_KEYS = [
 @pytest.mark.parametrize(
     ("tool_format", "parameters", "reason"),
     [
-        ("gemma4", nested(12), "the form of their calls would be too large"),
+        ("gemma4", nested(12), "the schemas are too large to be enforced"),
         ("gemma4", nested(90), "nesting deeper than"),
-        ("olmo3", {"properties": {f"p{n}": {} for n in range(99)}}, "would be too large"),
+        ("olmo3", {"properties": {f"p{n}": {} for n in range(99)}}, "are too large to be enforced"),
         ("gemma4", {"properties": {"p": {"enum": 5}}}, "'enum'"),
         ("gemma4", {"properties": {"p": {"type": "string", "pattern": "a"}}}, "'pattern'"),
         ("gemma4", {"properties": {"p": {"type": "string", "format": "date"}}}, "'format'"),

@@ -156,7 +156,7 @@ class TracedCall(NamedTuple):
     """What was asked for, in OpenTelemetry's words for generative AI: chat, text_completion or
     embeddings; or another route's last part, such as rerank."""
     headers: Mapping[str, str]
-    """Those that say which trace it is part of."""
+    """The headers that say which trace it is part of."""
 
 
 _call: ContextVar[TracedCall] = ContextVar("call", default=TracedCall("chat", {}))  # noqa: B039

@@ -78,11 +78,11 @@ _HELP = {
     "--request-timeout": "Abort answers that take longer than this. Default: no limit.",
     "--max-connections-per-address": "Number of connections that one address may have. 0: any"
     " number, for servers behind a proxy. Default: half of what the limit of open files allows.",
-    "--tool-call-parser": f"The format in which the model calls tools: {names_of(ToolCallParser)}."
-    " auto: recognise it by the chat template.",
-    "--reasoning-parser": "How the model marks its reasoning, so that it is separated from the"
-    f" answer: {names_of(ReasoningParser)}. think: <think> and </think>. auto: recognise it by the"
-    " chat template.",
+    "--tool-call-parser": "The format of the model's tool calls. auto: recognise it by the chat"
+    f" template. none: refuse requests with tools. Others: {names_of(ToolCallParser)}.",
+    "--reasoning-parser": "How the model marks its reasoning, so that it is kept apart from the"
+    " answer. auto: recognise it by the chat template. none: leave it in the answer. Others:"
+    f" {names_of(ReasoningParser)}. think is <think> and </think>.",
     "--shutdown-timeout": "On shutdown, wait this long for open requests to finish.",
     "--watchdog-timeout": "Restart the engine if one step takes longer than this, because it"
     " hangs. 0: never.",

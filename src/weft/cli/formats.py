@@ -1,4 +1,5 @@
-"""The names of formats that flags may have. The formats themselves take longer to import."""
+"""The names of formats that flags accept. They are listed here, apart from the formats, because
+those take long to import."""
 
 from __future__ import annotations
 
@@ -50,5 +51,5 @@ ReasoningParser = Literal[
 
 
 def names_of(choices: object) -> str:
-    """The names, but for auto, as a list in English."""
-    return ", ".join(get_args(choices)[1:])
+    """All names but auto and none, with commas between them."""
+    return ", ".join(get_args(choices)[2:])

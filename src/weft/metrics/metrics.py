@@ -374,7 +374,7 @@ def _add_residency(
     )
     out.gauge(
         "weft:adapters",
-        "Adapters that requests can name, by the fastest memory of the engine with their weights.",
+        "Adapters that requests can name, by the fastest memory that has their weights.",
         [(labels(level=level), fastest[level]) for level in ("gpu", "cpu", "disk")],
     )
     out.gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters in device memory.", [("", len(gpu))])

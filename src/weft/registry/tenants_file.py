@@ -89,8 +89,8 @@ class TenantsFile:
         self._set(self._read())
 
     def reload(self) -> list[Change]:
-        """Read the file again, and return what is different now. Raises ConfigError, and then
-        nothing changes: also if the file has no tenants left, as one that is being written."""
+        """Read the file again, and return what is different now. If it raises ConfigError, nothing
+        changes. A file without tenants raises it too, as it may be just being written."""
         before, after = self.directory, self._read()
         if before.members and not after.members:
             message = f"--tenants {self.path}: it has no tenants left; restart to serve none"

@@ -24,7 +24,7 @@ ALL_MARKS = (
 """All marks that a parser may have to find in a text."""
 
 _LONG = 64
-"""White space of more characters than this waits aside, so that no piece searches it again."""
+"""White space of more characters than this is kept aside, so that no piece searches it again."""
 
 
 class ChatParser:
@@ -160,8 +160,8 @@ class ChatParser:
         return False
 
     def _named_at_start(self, final: bool) -> bool | None:
-        """Whether another step can go on where an output may begin with the name of a tool, on a
-        line of its own; None if it begins otherwise."""
+        """For formats in which an output may begin with a tool's name on a line of its own. Returns
+        whether another step can follow, or None if the output does not begin like that."""
         text = self._text.lstrip()
         lines = [f"{name}\n" for name in self._schemas]
         if any(text.startswith(line) for line in lines):
@@ -183,7 +183,7 @@ class ChatParser:
         return True
 
     def _begin_with(self, lead: str) -> bool:
-        """Read a call that has begun with this, without a mark before it."""
+        """Read a call that begins with the text `lead`, and has no mark before it."""
         self._call = self._new_call(lead[0])
         assert self._call is not None
         self._step = self._read_call

@@ -1,4 +1,4 @@
-"""What parsers of a model's text give: pieces of reasoning, content and calls of tools."""
+"""What parsers make of a model's text: pieces of reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class Piece:
 
 
 def in_parts(text: str) -> Iterator[str]:
-    """A text in parts, of which parsers copy the rest at each mark."""
+    """A text in parts of limited length. Parsers copy the rest of a part at each mark, so a whole
+    text with many marks would take long."""
     return (text[start : start + _PART_CHARS] for start in range(0, len(text), _PART_CHARS))
 
 

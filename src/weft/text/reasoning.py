@@ -11,7 +11,7 @@ class ReasoningMarks(NamedTuple):
     begin: str
     end: str
     marks: tuple[str, ...]
-    """The special tokens in the texts here, if any; first the one that `begin` begins with."""
+    """The special tokens in these texts, if any. The one that `begin` begins with is first."""
     before_answer: tuple[str, ...] = ()
     """What may stand before the answer, in its order."""
     after_answer: str = ""
@@ -49,12 +49,12 @@ think_response that of Granite 3.3 and ERNIE 4.5 Thinking, granite that of Grani
 
 _SHOWN_BY = (
     ("solar_open", ("<|think|>", "<|content|>")),
-    ("think", ("</think>", "<minimax:tool_call>")),  # it has results of tools in <response>
+    ("think", ("</think>", "<minimax:tool_call>")),  # its <response> is for results of tools
     ("think_answer", ("</think>", "<answer>")),
     ("think_response", ("</think>", "<response>")),
     *((name, (style.end,)) for name, style in REASONING.items() if name != "solar_open"),
 )
-"""What a chat template holds, all of it, and the format that it means; the first found counts."""
+"""Formats, each with texts that all occur in its chat templates. The first format found counts."""
 
 
 def detect_reasoning(chat_template: str) -> str | None:

@@ -7,7 +7,7 @@ from weft.text.reasoning import REASONING, ReasoningMarks
 
 
 class Thoughts:
-    """The part of an output up to its answer."""
+    """Reads an output up to its answer: the reasoning, and the marks before the answer."""
 
     def __init__(self, reasoning: str, is_open: bool, ends: tuple[str, ...]) -> None:
         """`reasoning`: a name in REASONING. `is_open`: the prompt ends with its first mark. `ends`:
@@ -108,6 +108,7 @@ class AnswerEnd:
         return text[:num_given]
 
     def flush(self) -> str:
-        """The answer has ended, or a call follows: what was held back, if it is no mark."""
+        """Returns the text that was held back, unless it is the mark. To be called when the answer
+        has ended or a call follows."""
         text, self._held = "".join(self._held), []
         return "" if text.strip() == self._mark else text

@@ -41,8 +41,8 @@ class ToolFormat:
     also_begin: tuple[str, ...] = ()
     """Other marks that models write instead of the first."""
     reads: str = ""
-    """The template of calls as they are read, where that may differ: a named call of a JSON format,
-    or with parentheses around what may be missing."""
+    """The template by which calls are read, if it differs from `call`: it is of named calls, and
+    has parentheses around what may be missing."""
     parameter: str = ""
     """The template of a parameter in XML."""
     quote: str = ""
@@ -62,8 +62,8 @@ class ToolFormat:
 
     @property
     def lead(self) -> str:
-        """What a call itself begins with, if nothing else does: some models forget the mark before
-        it."""
+        """What a call itself begins with, if only calls begin like that; else "". It is read as the
+        beginning of a call, too, as some models forget the mark before it."""
         lead = split(self.call)[0].strip()
         if self.syntax == "named":
             lead = next((mark for mark in marks_of(lead) if lead.startswith(mark)), "")
@@ -220,7 +220,7 @@ TOOL_FORMATS = {
         syntax="harmony",
     ),
 }
-"""Formats by name. The templates show how each is written; what else there is to know:
+"""Formats by name. The templates show how each is written. Beyond that:
 
 - hermes: Hermes, Qwen 2.5 and 3, Granite 4, EXAONE 4, SmolLM 3, ERNIE 4.5 Thinking
 - llama3_json: Llama 3.1 to 3.3, at the beginning of an output or behind the mark
@@ -269,8 +269,9 @@ _SHOWN_BY: tuple[tuple[str | None, *tuple[str, ...]], ...] = (
     ("glm4", r"<\|observation\|>"),
     ("llama3_json", r'<\|python_tag\|>|"parameters": dictionary'),
 )
-"""Formats, and what a chat template of theirs holds, all of it; None: it is none of ours. The first
-found counts. As anyone may bring a template, no search may take longer than a template is long."""
+"""Formats, or None for one that is not served, each with patterns that all occur in its chat
+templates. The first format found counts. Anyone may bring a template, so the time that a pattern
+needs must not grow faster than the template."""
 
 _BY_TOKEN = ("lfm2", "kimi_k2")
 """Formats of families whose chat templates may not show calls, though they take tools."""

@@ -37,7 +37,8 @@ class Tolerance(NamedTuple):
 
 
 def norms_between(got: Tensor, want: Tensor, base: Tensor) -> Tensor:
-    """fp32 (3,) of the deviation, the adapter's effect and the base's part."""
+    """The Frobenius norms of the deviation, of the adapter's effect and of the base's part: fp32
+    (3,). `base`: the values without the adapter."""
     got, want, base = got.float(), want.float(), base.float()
     parts = torch.stack((got - want, want - base, base)).flatten(1)
     norms: Tensor = torch.linalg.vector_norm(parts, dim=1)
@@ -60,9 +61,9 @@ def logits_tolerance(dtype: torch.dtype) -> Tolerance:
     return Tolerance(max(1e-2, 8 * eps), max(1e-3, 8 * eps))
 
 
-class Both(LoraStep):
-    """The LoraStep and NormStep of the oracle, which also run the serving step on the same inputs
-    and record how far its results are off."""
+class ComparedStep(LoraStep):
+    """The LoraStep and NormStep of the oracle. It also runs the serving step on the same inputs,
+    and records how far the results of that are off."""
 
     def __init__(
         self, served: LoraStep, oracle: ImageStep, pool: AdapterPool, num_rows: int
@@ -70,9 +71,9 @@ class Both(LoraStep):
         self._served, self._oracle = served, oracle
         self._norms = norms_of(served)
         added = vocabulary_of(served)
-        self.vocabulary = _BothVocabulary(self, added, oracle) if added is not None else None
+        self.vocabulary = _ComparedVocabulary(self, added, oracle) if added is not None else None
         if served.absorbed is not None or oracle.absorbed is not None:
-            self.absorbed = _BothAbsorbed(self, served.absorbed, oracle.absorbed)
+            self.absorbed = _ComparedAbsorbed(self, served.absorbed, oracle.absorbed)
         self._table = pool.table
         self._tolerance = layer_tolerance(pool.arena.dtype)
         # Made well ahead, as kernels may read slots before the kernels ahead of them have ended.
@@ -115,7 +116,7 @@ class Both(LoraStep):
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
         served, oracle = (s.experts(token_P, expert_P) for s in (self._served, self._oracle))
-        return _BothExperts(self, served, oracle, slice(int((expert_P >= 0).sum())))
+        return _ComparedExperts(self, served, oracle, slice(int((expert_P >= 0).sum())))
 
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
         wanted = self._oracle.of(index)
@@ -149,29 +150,31 @@ class Both(LoraStep):
 _Apply = Callable[[Tensor, Tensor, int], None]
 
 
-class _BothExperts:
-    def __init__(self, both: Both, served: ExpertStep, oracle: ExpertStep, here: slice) -> None:
-        self._both, self._served, self._oracle, self._here = both, served, oracle, here
+class _ComparedExperts:
+    def __init__(
+        self, step: ComparedStep, served: ExpertStep, oracle: ExpertStep, here: slice
+    ) -> None:
+        self._step, self._served, self._oracle, self._here = step, served, oracle, here
 
     def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
-        y, x = y_PO[self._here], x_PI[self._here]  # what has no expert here may be anything
-        self._both.compare(y, x, group, self._served.linear, self._oracle.linear)
+        y, x = y_PO[self._here], x_PI[self._here]  # rows without an expert here hold anything
+        self._step.compare(y, x, group, self._served.linear, self._oracle.linear)
 
 
-class _BothAbsorbed(AbsorbedStep):
-    """The AbsorbedStep of both, of which one may find no adapter there."""
+class _ComparedAbsorbed(AbsorbedStep):
+    """Compares the AbsorbedSteps of the two. One of them is None if it finds no adapter there."""
 
     def __init__(
-        self, both: Both, served: AbsorbedStep | None, oracle: AbsorbedStep | None
+        self, step: ComparedStep, served: AbsorbedStep | None, oracle: AbsorbedStep | None
     ) -> None:
-        self._both, self._served, self._oracle = both, served, oracle
+        self._step, self._served, self._oracle = step, served, oracle
 
     def scaled(self, q_THN: Tensor, group: int) -> Tensor:
         got, want = (
             q_THN if step is None else step.scaled(q_THN, group)
             for step in (self._served, self._oracle)
         )
-        self._both.note(self._both.name(group), got, want, q_THN)
+        self._step.note(self._step.name(group), got, want, q_THN)
         return want
 
     def add_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
@@ -180,7 +183,7 @@ class _BothAbsorbed(AbsorbedStep):
             self._served.add_keys(got, q_THN, group)
         if self._oracle is not None:
             self._oracle.add_keys(y_THL, q_THN, group)
-        self._both.note(self._both.name(group), got, y_THL, base)
+        self._step.note(self._step.name(group), got, y_THL, base)
 
     def finish_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
         base, got = y_THV.clone(), y_THV.clone()
@@ -188,24 +191,24 @@ class _BothAbsorbed(AbsorbedStep):
             self._served.finish_values(got, x_THL, group)
         if self._oracle is not None:
             self._oracle.finish_values(y_THV, x_THL, group)
-        self._both.note(self._both.name(group), got, y_THV, base)
+        self._step.note(self._step.name(group), got, y_THV, base)
 
 
-class _BothVocabulary:
-    def __init__(self, both: Both, served: VocabularyStep, oracle: ImageStep) -> None:
-        self._both, self._served, self._oracle = both, served, oracle
+class _ComparedVocabulary:
+    def __init__(self, step: ComparedStep, served: VocabularyStep, oracle: ImageStep) -> None:
+        self._step, self._served, self._oracle = step, served, oracle
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor) -> None:
         base, got = y_TO.clone(), y_TO.clone()
         self._served.embedding(got, ids_T)
         self._oracle.added_embedding(y_TO, ids_T)
-        self._both.note("the embedding of added tokens", got, y_TO, base)
+        self._step.note("the embedding of added tokens", got, y_TO, base)
 
     def logits(self, y_NV: Tensor, x_NI: Tensor) -> Tensor:
         got = self._served.logits(y_NV.clone(), x_NI)
         want = self._oracle.added_logits(y_NV, x_NI)
         base = F.pad(y_NV, (0, want.shape[1] - y_NV.shape[1]))
-        self._both.note("the logits of added tokens", known(got), known(want), base)
+        self._step.note("the logits of added tokens", known(got), known(want), base)
         return want
 
 

@@ -43,7 +43,14 @@ from weft.kernels.lora.base import NormStep, VocabularyStep
 from weft.kernels.lora.extras import norms_of, vocabulary_of, with_extras
 from weft.kernels.lora.oracle import ImageStep
 from weft.models.decoder import Decoder, LayerCache, StepContext
-from weft.worker.compared import Both, known, logits_tolerance, mismatch, norms_between, quarantine
+from weft.worker.compared import (
+    ComparedStep,
+    known,
+    logits_tolerance,
+    mismatch,
+    norms_between,
+    quarantine,
+)
 from weft.worker.protocol import ProbeResult
 from weft.worker.step import StepTensors, hidden_states, logits
 
@@ -143,11 +150,11 @@ class SelfCheck:
         probe = _Probe.make(self._tokens(image), self._block_size, self._decoder.device)
         rows, own_rank = (TOKENS, SAMPLED, 2 * TOKENS), self._ranks.rank
         oracle = ImageStep(self._table, image.layout, pool.arena, *rows, own_rank)
-        both = Both(_served(backend, pool, probe), oracle, pool, 2 * TOKENS)
-        right = self._logits(probe, both, both, both.vocabulary, paced)
+        compared = ComparedStep(_served(backend, pool, probe), oracle, pool, 2 * TOKENS)
+        right = self._logits(probe, compared, compared, compared.vocabulary, paced)
         if not bool(right.isfinite().all()):
             return "skipped"  # even the oracle overflows in this dtype
-        both.check()
+        compared.check()
         if self._exact:
             step = _served(backend, pool, probe)
             got = self._logits(probe, step, norms_of(step), vocabulary_of(step), paced)

@@ -1,1 +1,2 @@
-"""Calls of tools: a reader for each syntax, and the forms that make models write them."""
+"""Tool calls in a model's text: a reader for each syntax, and the forms that make models write
+them."""

@@ -15,12 +15,13 @@ from weft.text.tools import TOOL_FORMATS, ToolFormat
 def tools_schema(
     tools: list[dict[str, Any]], format: str, name: str | None, one_call: bool = False
 ) -> StructuredOutputs:
-    """The form that makes the model call some of `tools` (OpenAI's form), or once the one named
-    `name`; with `one_call` one of them once.
+    """The form that makes the model call `tools`, which are as in OpenAI's API, once or more.
 
-    The arguments satisfy the function's own schema, and the format's parser reads the whole call.
-    Raises InvalidRequest for a name that no tool has, for a tool without a function, and for
-    a schema that calls of this format can't be held to.
+    `format`: a name in TOOL_FORMATS. `name`: there is exactly one call, of the tool of this name.
+    `one_call`: there is exactly one call, of any tool. The arguments satisfy the function's own
+    schema, and the format's parser reads the whole call. Raises InvalidRequest for a name that no
+    tool has, for a tool without a function, and for a schema that calls of this format can't be
+    held to.
     """
     return StructuredOutputs(structural_tag=as_tag(calls_part(tools, format, name, one_call)))
 
@@ -28,7 +29,7 @@ def tools_schema(
 def calls_part(
     tools: list[dict[str, Any]], format: str, name: str | None, one_call: bool
 ) -> dict[str, Any]:
-    """The calls of `tools_schema` as a part of a structural tag of xgrammar's."""
+    """The form of `tools_schema`, as a part of one of xgrammar's structural tags."""
     functions = [_function(tool) for tool in tools]
     chosen = [f for f in functions if name is None or f["name"] == name]
     if not chosen:
@@ -52,7 +53,7 @@ def as_tag(part: dict[str, Any]) -> str:
 
 
 def schemas_of(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The JSON schema of each parameter by name, by tool."""
+    """The JSON schemas of parameters, by tool and then by parameter."""
     functions = map(_function, tools)
     return {function["name"]: properties_of(function.get("parameters")) for function in functions}
 
@@ -65,8 +66,8 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tag(call: dict[str, Any]) -> dict[str, Any]:
-    """A call as a tag between the call's first and last texts or marks. xgrammar wants to know how
-    contents end that may have any length."""
+    """A call as a tag, whose begin and end are the call's first and last text or mark. xgrammar
+    needs them to know where contents of any length end."""
     first, *parts = call["elements"]
     begin, end = (part if "mark" in part else part.get("value", "") for part in (first, parts[-1]))
     content = sequence_of(*([] if begin else [first]), *(parts[:-1] if end else parts))
@@ -74,7 +75,7 @@ def _tag(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _between_marks(style: ToolFormat, content: dict[str, Any]) -> dict[str, Any]:
-    """A call, or all calls, with the marks around."""
+    """A call, or all calls, with the marks of the format around it."""
     begin = [] if style.bare else [mark_part(style.begin)]
     end = [mark_part(style.end)] if style.end else []
     return sequence_of(*begin, text_part(style.opening), content, text_part(style.closing), *end)

@@ -1,4 +1,4 @@
-"""A call of a tool as Gemma writes it, character by character."""
+"""Reads, character by character, a tool call as Gemma writes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GemmaCall(ReadCall):
         """What was read of a key, a value or text that has not ended."""
         self._open: list[str] = []
         self._expected = "key"
-        """What comes next: "key", "value", or "end", that of a value."""
+        """What comes next: "key", "value", or "end" for the end of a value."""
         self._in_text = False
         self._follows = False
         """Whether a comma is to be written before the next key or value."""
@@ -85,7 +85,8 @@ class GemmaCall(ReadCall):
         return bool(key)
 
     def _end(self, value: str, char: str) -> bool:
-        """Take the end of a value and what ends it. A comma is written with what follows it."""
+        """Take the end of a value, and the character that ends it. A comma is written only together
+        with what follows it."""
         in_object = self._open[-1] == "{"
         if self._expected == "value" and (value or in_object):
             self._write(by_itself(value), "end")

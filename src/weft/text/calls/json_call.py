@@ -1,4 +1,4 @@
-"""Calls of tools whose arguments are JSON, character by character."""
+"""Reads, character by character, tool calls whose arguments are JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_HEAD = 512
 
 
 class JsonCall(ReadCall):
-    """A call as one JSON object, character by character."""
+    """A call as one JSON object, which has a name and arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,6 +35,8 @@ class JsonCall(ReadCall):
         return self.done or not self._json.done
 
     def _note(self, char: str, was_in_value: bool) -> bool:
+        """Note what the last character says of the name and the arguments. Returns whether this may
+        still be a call. `was_in_value`: whether it was in a value before this character."""
         json_, key = self._json, self._json.key
         if json_.in_value and not was_in_value:
             new = key not in self._seen
@@ -54,14 +56,15 @@ class JsonCall(ReadCall):
 
     def _note_argument(self, char: str) -> bool:
         if self._json.depth == 1 and char != "}":
-            return char.isspace()  # beside the arguments; there are none but objects
+            return char.isspace()  # arguments must be an object, so this is beside them
         self.arguments.append(char)
         self._has_arguments = self._has_arguments or char == "{"
         return self._has_arguments
 
 
 class NamedCall(ReadCall):
-    """A call as a name between marks, and its arguments: `name[ARGS]{...}`. It ends with them."""
+    """A call as a name between marks, and its arguments: `name[ARGS]{...}`. The call ends with its
+    arguments; marks after them are read elsewhere."""
 
     def __init__(self, head: CallHead) -> None:
         super().__init__()

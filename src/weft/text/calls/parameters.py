@@ -1,4 +1,5 @@
-"""The parameters of tools as parts of xgrammar's structural tags, where they are not JSON."""
+"""Writes the parameters of tools as parts of xgrammar's structural tags, for formats in which they
+are not JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _MAX_CHARS = 1 << 17
 be written to its end before it is refused. That may take very long, as a value is written once more
 for each optional property before it, at every level of nesting."""
 _LEAST_CHARS = 48
-"""What a value or a property takes at least."""
+"""The fewest characters that a value or a property takes."""
 _MAX_DEPTH = 32
 _MAX_KEY = 256
 _KEYS = {
@@ -25,14 +26,14 @@ _KEYS = {
     '"': re.compile(r'[^"]+'),
     "<": re.compile(r"[^<]+"),
 }
-"""Names of properties by what follows them: others are not read back as they are written."""
+"""The names of properties that can be read back, by what is written after the name."""
 _NEVER = frozenset(
     {"oneOf", "allOf", "not", "if", "minProperties", "maxProperties", "patternProperties"}
 ) | {"propertyNames", "dependentRequired", "dependentSchemas"}
 _OF_LISTS = {"prefixItems", "minItems", "maxItems", "contains", "uniqueItems"}
 _NOT_IN_ROOT = _NEVER | {"anyOf", "$ref"}
 _NOT_IN_GEMMA = _NEVER | {"pattern", *_OF_LISTS}
-"""What can't be said where values are not JSON."""
+"""Keywords of JSON schemas that can't be enforced where values are not JSON."""
 
 
 class Room:
@@ -42,10 +43,11 @@ class Room:
         self._left = _MAX_CHARS
 
     def take(self, num_chars: int) -> None:
-        """Raises InvalidRequest if there is no such room."""
+        """Use up this many characters. Raises InvalidRequest if fewer are left."""
         self._left -= num_chars
         if self._left < 0:
-            raise InvalidRequest("tools: the form of their calls would be too large", "tools")
+            message = "tools: the schemas are too large to be enforced in this model's calls"
+            raise InvalidRequest(message, "tools")
 
 
 class Parameters:
@@ -61,8 +63,8 @@ class Parameters:
         self._quote = quote
 
     def xml(self, template: str) -> dict[str, Any]:
-        """The parameters in their order, each as the template has it: text as it is and others as
-        JSON. Text can't hold what begins the mark at its end."""
+        """The parameters in their order, each as in the template. Strings are written as they are,
+        and other values as JSON. A string can't contain the beginning of the mark that ends it."""
         found, required = _members(self._root)
         before, _, between, _, after = split(template)
         elements: list[dict[str, Any]] = [text_part("")]
@@ -98,7 +100,7 @@ class Parameters:
             pairs = [(key, pair(key, separator)) for key in keys]
             return [p if k in required else {"type": "optional", "content": p} for k, p in pairs]
 
-        # What may come first: any that may be left out, up to the first that may not.
+        # The first one written may be any of them up to the first that is required.
         firsts: list[dict[str, Any]] = []
         keys = list(found)
         for index, key in enumerate(keys):
@@ -127,7 +129,8 @@ class Parameters:
         return {"type": "json_schema", "json_schema": schema}
 
     def _gemma(self, schema: Any, depth: int) -> dict[str, Any]:
-        """A value whose text is between marks. What has no type, nor parts, is text."""
+        """A value as Gemma writes it, with strings between marks. If the schema states neither a
+        type nor parts, the value is a string."""
         self._room.take(_LEAST_CHARS)
         schema = _without(_NOT_IN_GEMMA, schema if isinstance(schema, dict) else {})
         if depth > _MAX_DEPTH:
@@ -159,14 +162,14 @@ class Parameters:
         low, high = schema.get("minLength", 0), schema.get("maxLength")
         if type(low) is not int or type(high) not in (int, type(None)):
             raise _unenforced("a length that is no integer")
-        # Text can't hold what begins the mark at its end.
+        # A string can't contain the beginning of the mark that ends it.
         pattern = f"([^<]|<+[^<{re.escape(self._quote[1])}])*"
         if low or high is not None:
             pattern = f"[^<]{{{low},{'' if high is None else high}}}"
         return self._quoted({"type": "regex", "pattern": pattern})
 
     def _listed(self, values: Any, kind: object) -> list[dict[str, Any]]:
-        """What an enumeration allows."""
+        """The values that an enumeration allows."""
         if not isinstance(values, list) or any(isinstance(each, dict | list) for each in values):
             raise _unenforced("'enum' of other values than text, numbers, booleans and null")
         words = [each for each in values if isinstance(each, str)]

@@ -1,4 +1,4 @@
-"""A call of a tool as a call in Python, character by character."""
+"""Reads, character by character, a tool call that is written as a call in Python."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _AFTER_TEXT = ",:)]}"
 class PythonCall(ReadCall):
     """A call as OLMo 3 and LFM2 write it: `name(key="text", n=3)`.
 
-    LFM2 puts text in quotes as it is, with whatever quotes it has. So a quote ends a text only if
-    what follows can follow a text.
+    LFM2 does not escape quotes within a text. So a quote ends a text only if the character after it
+    can follow a text.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class PythonCall(ReadCall):
         return True
 
     def _outside(self, char: str) -> bool:
-        """A character that is not within text."""
+        """Read a character that is not within text. Returns whether this may still be a call."""
         if not self._key:
             token = "".join(self._token).strip()
             if char == "=":

@@ -24,8 +24,8 @@ class ReadCall:
 
     @property
     def unread(self) -> str:
-        """When a known call has refused a character: what was read before it that is no part of the
-        call."""
+        """What was read last and is no part of the call. It is asked for when a known call has
+        refused a character."""
         return ""
 
     def take(self) -> str:

@@ -1,5 +1,5 @@
-"""Templates of calls: the text of a call as a family writes it, with what differs in braces, such
-as `{name}`."""
+"""Templates of calls: the text of a call as a family writes it, where braces stand for what differs
+from call to call, such as `{name}`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _OPTIONAL = {"(": "(?:", ")": ")?"}
 
 
 def marks_of(template: str) -> tuple[str, ...]:
-    """What may be a single token of the model, in its order."""
+    """The marks in a template, in their order. Each may be a single token of the model."""
     return tuple(_MARK.findall(template))
 
 
 def split(template: str) -> list[str]:
-    """The template cut into texts, at the even places, and what stands in braces between them."""
+    """The template cut at its braces. Texts are at the even places, and braces between them."""
     return _PLACE.split(template)
 
 
@@ -36,20 +36,20 @@ class CallHead(NamedTuple):
     @classmethod
     @cache
     def of(cls, template: str) -> CallHead:
-        """The head that a template begins with, up to `{arguments}`. What stands in parentheses may
-        be missing, and white space may be any."""
+        """The head that a template begins with, up to `{arguments}`. A part in parentheses may be
+        missing, and white space may be longer, shorter or missing."""
         pieces = _PIECE.findall(template.partition("{arguments}")[0])
         whole = "".join(_OPTIONAL.get(p) or _read(p) for p in pieces)
         return cls(re.compile(rf"{whole}\s*"), re.compile(rf"{_begun(pieces)}\s*"))
 
 
 def _read(piece: str) -> str:
-    """What matches a piece of a template: white space, a place or a character."""
+    """The pattern of a piece of a template: of white space, of braces or of one character."""
     return r"\s*" if piece.isspace() else _READ.get(piece, re.escape(piece))
 
 
 def _begun(pieces: list[str]) -> str:
-    """What matches all that these pieces may begin with."""
+    """The pattern that matches every text which these pieces may begin with."""
     if not pieces:
         return ""
     first, *rest = pieces

@@ -1,4 +1,4 @@
-"""Values of arguments that are not written as JSON: which are text, and what JSON others become."""
+"""Turns values of arguments that are not written as JSON into JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOT_BARE = frozenset({"minLength", "maxLength", "pattern", "const", "anyOf", "o
 _KINDS = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
 _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 _MAX_LITERAL = 10_000
-"""Characters of a Python value that is no JSON."""
+"""The most characters of a Python literal that is no JSON."""
 _RAW = str.maketrans({"\n": "\\n", "\r": "\\r", "\0": "\\0"})
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _PADDED = re.compile(r"-?0[0-9]{1,18}")
@@ -30,7 +30,7 @@ def is_bare(schema: Any) -> bool:
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a value of this schema is text, whatever it looks like. So are unknown ones."""
+    """Whether a value of this schema is text, whatever it looks like. Without a schema, it is."""
     return not isinstance(schema, dict) or is_bare(schema)
 
 
@@ -45,8 +45,8 @@ def by_schema(value: str, schema: Any) -> str:
 
 
 def by_itself(value: str) -> str:
-    """A value as JSON: what it is by itself, or else text. Quotes around it may hold others that
-    nothing escapes."""
+    """A value as JSON, without a schema: the literal that it looks like, or else text. Quotes
+    around text are taken off, even if it has more quotes, which are not escaped."""
     text = literal(_ZEROS.sub("", value, count=1) if _PADDED.fullmatch(value) else value)
     if text is None:
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
@@ -55,8 +55,8 @@ def by_itself(value: str) -> str:
 
 
 def literal(value: str) -> str | None:
-    """What is JSON already, or what Python reads as a literal, as JSON; None if it is neither. Text
-    in quotes may go over several lines."""
+    """A value that is JSON already, or that Python reads as a literal, as JSON; None if it is
+    neither. Text in quotes may go over several lines."""
     if is_json(value):
         return value
     if len(value) > _MAX_LITERAL:

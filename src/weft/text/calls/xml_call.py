@@ -1,5 +1,5 @@
-"""A call of a tool whose parameters stand between marks, character by character. As Qwen3-Coder and
-Qwen3.5 write it:
+"""Reads, character by character, a tool call whose parameters stand between marks. Qwen3-Coder and
+Qwen3.5 write it like this:
 
 <function=weather>
 <parameter=city>
@@ -54,10 +54,10 @@ class XmlStyle(NamedTuple):
 
 
 class XmlCall(ReadCall):
-    """Reads one such call. Text is passed on as it comes, other values as a whole."""
+    """Reads one such call. Strings are passed on as they come, other values when they are whole."""
 
     def __init__(self, style: XmlStyle, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        """`schemas`: the JSON schema of each parameter by name, by function."""
+        """`schemas`: the JSON schemas of parameters, by function and then by parameter."""
         super().__init__()
         self._style = style
         self._schemas = schemas
