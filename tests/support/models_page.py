@@ -129,7 +129,7 @@ ROWS = [
         tools="`gemma4`",
         reasoning="`<\\|channel>thought`",
         limits="images and sound refused; no added tokens if each layer has a token embedding;"
-        " routers of mixtures are linear layers, `router.proj`",
+        " routers of MoE models are adapted as linear layers, `router.proj`",
     ),
     Row(
         "gpt-oss",
@@ -208,7 +208,7 @@ ROWS = [
         "DeepSeek V2",
         "deepseek-v2",
         ("DeepseekV2",),
-        limits="no tools; `q_a_proj` and `q_b_proj` in the place of `q_proj`, except in Lite",
+        limits="no tools; except in Lite, `q_a_proj` and `q_b_proj` instead of `q_proj`",
     ),
     Row(
         "DeepSeek V3, R1, Kimi K2",
@@ -253,10 +253,10 @@ ROWS = [
 HEAD = """\
 # Models
 
-A model is computed as in transformers, or refused. The error names the field of its configuration
-that Weft can't serve. Every field is either read, known to have no effect, or refused unless it
-has its default. Fields that transformers does not know are ignored, as transformers does, and the
-log names them. Architectures that are not in the table are refused too.
+Weft computes a model as transformers does, or refuses it with an error that names the field of its
+configuration at fault. Every field is either read, known to have no effect, or refused unless it
+has its default. Fields that transformers does not know are ignored, and the log names them.
+Architectures that are not in the table are refused too.
 
 Sizes are read from the configuration, so all sizes of a family are served alike.
 
@@ -297,24 +297,24 @@ also as older versions state it, in `compression_config` \
 | `mxfp4` | the experts of gpt-oss | no |
 
 Where the last column says yes, linear layers keep their 4 or 8 bits in GPU memory, and products
-turn them into 16-bit values as they multiply. Everything else takes the memory of 16 bits:
-experts of mixtures, embedding and head, and all layers on a CPU or with `--deterministic`. So
+turn them into 16-bit values as they multiply. Everything else takes the memory of 16 bits: the
+experts of MoE models, embedding and head, and all layers on a CPU or with `--deterministic`. So
 does a matrix
 
 - whose outputs are not a multiple of 64, or whose inputs are not a multiple of 256 (4 bits) or
   128 (8 bits);
-- whose groups are not a multiple of 32 inputs, or do not divide those 256 or 128 inputs and are
-  no multiple of them;
+- whose groups are not a multiple of 32 inputs, or neither divide those 256 or 128 inputs nor are
+  a multiple of them;
 - whose scales are float32 beside integers, bfloat16 in a model served in float16, or float16
   beside fp8;
 - that several GPUs would cut within a group.
 
 `weft plan` counts quantized matrices in their own bits, as far as config.json says.
 
-On Hopper GPUs, products of up to 1,024 rows make the values as they multiply. Wider steps, and on
-other GPUs those of more than 256 rows, write a matrix's values to memory first. From 65 rows on,
-either takes longer than with a 16-bit matrix: [Benchmarks](benchmarks.md#kernels-alone) compares
-them. `--quantization values` holds the whole checkpoint in 16 bits instead. Up to 64 rows, a row's
+Products of up to 1,024 rows on Hopper GPUs, and of up to 256 rows on others, make the values as
+they multiply. Larger ones write a matrix's values to memory first. From 65 rows on, both ways take
+longer than a 16-bit matrix: [Benchmarks](benchmarks.md#kernels-alone) compares them.
+`--quantization values` holds the whole checkpoint in 16 bits instead. Up to 64 rows, a row's
 result does not depend on the other rows in its step.
 
 Inputs of layers are not rounded, even if a checkpoint asks for it. Adapters are computed as
@@ -324,8 +324,8 @@ compare each row of the table with the format's own library, bit by bit.
 
 ## Quantizing a 16-bit checkpoint
 
-`--quantization` converts the layers' matrices while they are loaded, in all families except
-mixtures:
+`--quantization` converts the layers' matrices while they are loaded, in all families except MoE
+models:
 
 | value | result |
 |---|---|
@@ -335,7 +335,7 @@ mixtures:
 | `nf4-values` | the values of `bitsandbytes`' 4 bits with double quantization, in 16 bits |
 
 Weights are rounded to the nearest value. A GPU keeps 8-bit and 4-bit matrices in their own bits,
-as above. `fp8` needs a GPU that multiplies numbers of 8 bits, such as an L40S or an H100. QLoRA
+as above. `fp8` needs a GPU that multiplies 8-bit numbers, such as an L40S or an H100. QLoRA
 adapters are usually trained on the values of `nf4-values`.
 
 A checkpoint that was quantized with calibration data keeps more quality in 4 bits. Weft warns if
