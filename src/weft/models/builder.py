@@ -91,6 +91,7 @@ class LayerBuilder:
         return HeadNorm(weight_ND, config.num_heads, num_keys, q.index, k.index, offset)
 
     def linear_attention(self, layer: int) -> LinearAttention | ShortConv:
+        """The mixer of a layer with a recurrent state."""
         config, shape = self.config, self.config.linear
         assert shape is not None
         if isinstance(shape, ShortConvConfig):

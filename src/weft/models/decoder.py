@@ -298,6 +298,7 @@ class AttentionLayer:
         self._gated_heads = config.num_heads if config.output_gate else 0
 
     def attend(self, x_TI: Tensor, rope: Rope, step: StepContext, cache: LayerCache) -> Product:
+        """The output of attention, (T, I). The rows' keys and values are written to the cache."""
         assert isinstance(cache, KVCache)
         ops, batch = self._ops, step.attention
         qkv, norm = self._qkv(x_TI, step), None
@@ -346,6 +347,7 @@ class _LinearLayer:
         self.residual_scale = parts.config.scales.residual
 
     def attend(self, x_TI: Tensor, rope: Rope, step: StepContext, cache: LayerCache) -> Product:
+        """The output of the layer's mixer, (T, I). The sequences' states are brought up to date."""
         assert isinstance(cache, StateCache)
         return self._attention(x_TI, step, cache)
 
@@ -358,7 +360,7 @@ class _MlpLayer:
         self.residual_scale = parts.config.scales.residual
 
     def attend(self, x_TI: Tensor, rope: Rope, step: StepContext, cache: LayerCache) -> Product:
-        """What the layer adds to the residual stream."""
+        """The output of the MLP, (T, I), as if it were attention."""
         return self.mlp(x_TI, step)
 
 

@@ -58,6 +58,7 @@ class LatentLayer:
     def attend(
         self, x_TI: Tensor, rope: Rope, step: StepContext, cache: KVCache | StateCache
     ) -> Product:
+        """The output of attention, (T, I). The rows' latents and keys are written to the cache."""
         assert isinstance(cache, KVCache)
         shape, batch, num_rows = self._shape, step.attention, len(x_TI)
         absorbed = None if step.lora is None else step.lora.absorbed

@@ -29,10 +29,12 @@ def layer_types(hf: Any, *known: str) -> list[str]:
 
 
 def attention_types(hf: Any) -> list[str]:
+    """The kind of attention of each layer. Raises ConfigError as `layer_types` does."""
     return layer_types(hf, "full_attention", "sliding_attention")
 
 
 def rope_by_type(hf: Any) -> tuple[RopeParameters | None, ...]:
+    """The rope parameters of each layer, by the layer's kind. Raises ConfigError."""
     types = attention_types(hf)
     missing = set(types).difference(hf.rope_parameters)
     if missing:

@@ -1,4 +1,5 @@
-"""Reads the mixtures of experts of families from their configurations."""
+"""Reads the mixtures of experts of families from their configurations. The functions that families
+name return None for a model without experts, and raise ConfigError for one that is not served."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from weft.models.family import MoeConfig
 
 
 def _mixture(hf: Any, num_experts: int, width: int, normalize: object, **more: Any) -> MoeConfig:
-    """By default all layers have experts, and weights are rounded."""
+    """A mixture, of which `more` are further fields. By default all layers have experts, and
+    weights are rounded."""
     every: dict[str, Any] = {"layers": (True,) * int(hf.num_hidden_layers), "round_weights": True}
     top_k = hf.num_experts_per_tok
     return MoeConfig(num_experts, top_k, width, bool(normalize), **every | more)
@@ -22,7 +24,7 @@ def check_counts(hf: Any, least: int, *names: str) -> None:
     for name in names:
         found = getattr(hf, name)
         if type(found) is not int or found < least:
-            message = f"{name} must be a number from {least} on, got {found!r}"
+            message = f"{name} must be a whole number of at least {least}, got {found!r}"
             raise ConfigError(message, name)
 
 

@@ -93,6 +93,7 @@ class ChatParser:
         return thinking + (self._format.marks if self._format else ())
 
     def feed(self, text: str) -> Piece:
+        """Read more of the output. Returns what has become certain."""
         piece = Piece()
         for part in in_parts(text):
             self._spaces.append(part)

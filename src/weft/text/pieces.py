@@ -37,6 +37,7 @@ class Piece:
     parts: list[TextDelta | ToolCallDelta] = field(default_factory=list)
 
     def write(self, kind: TextKind, text: str) -> None:
+        """Add text at the end, to the last part if that is of the same kind."""
         last = self.parts[-1] if self.parts else None
         if isinstance(last, TextDelta) and last.kind == kind:
             last.text += text

@@ -129,6 +129,7 @@ class ComparedStep(LoraStep):
         return wanted
 
     def compare(self, y: Tensor, x: Tensor, group: int, served: _Apply, oracle: _Apply) -> None:
+        """Apply the oracle to y, and the serving step to a copy, and note both results."""
         base, got = y.clone(), y.clone()
         served(got, x, group)
         oracle(y, x, group)
@@ -218,10 +219,12 @@ def known(logits: Tensor) -> Tensor:
 
 
 def mismatch(place: str, excess: float) -> AdapterQuarantined:
+    """The error for results that differ at `place`; `excess`: see `Tolerance`."""
     return quarantine(f"on a probe, {place} was off by {excess:.3g} times what rounding allows")
 
 
 def quarantine(reason: str) -> AdapterQuarantined:
+    """The error for an adapter that has failed its check."""
     return AdapterQuarantined(
         "the adapter failed its check on this device, and is not served until it is loaded and "
         f"passes: {reason}",
