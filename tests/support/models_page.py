@@ -50,6 +50,9 @@ class Row:
         return list(dict.fromkeys(target.suffix for target in table.targets))
 
 
+USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OUTSIDE = ("embed_tokens", "lm_head")
+"""Every family has these."""
 THINK = "`<think>`"
 IMAGES = "images refused"
 ROWS = [
@@ -185,8 +188,9 @@ ROWS = [
         "Nemotron-H, Nemotron Nano 2, 3 Nano",
         "nemotron-h",
         ("NemotronH",),
+        tools="`nemotron_json`, `qwen3_coder`",
         reasoning=THINK,
-        limits="no tools; no `moe_latent_size`; no `mlp_bias` beside experts; `peft` itself refuses"
+        limits="no `moe_latent_size`; no `mlp_bias` beside experts; `peft` itself refuses"
         " `out_proj`",
     ),
     Row(
@@ -260,9 +264,10 @@ Architectures that are not in the table are refused too.
 
 Sizes are read from the configuration, so all sizes of a family are served alike.
 
-- **Projections** are the layers for which adapters may have a LoRA. [Fidelity](fidelity.md) lists
-  what else adapters may have. Experts (`model.layers.N.mlp.experts.*`) and routers are adapted by
-  `target_parameters`.
+- **Projections** are the layers for which adapters may have a LoRA, beside `embed_tokens` and
+  `lm_head`, which all families have. *The usual* are `q_proj`, `k_proj`, `v_proj`, `o_proj`,
+  `gate_proj`, `up_proj` and `down_proj`. Experts (`model.layers.N.mlp.experts.*`) and routers are
+  adapted by `target_parameters`. [Fidelity](fidelity.md) lists what else adapters may have.
 - **Tools** is the format of the model's tool calls. `--tool-call-parser auto` recognises it by
   the chat template; see [API](api.md#tools). Without a format, requests with tools are refused.
 - **Reasoning** is how the model marks its reasoning, which is then kept apart from the answer.
@@ -348,9 +353,13 @@ def page() -> str:
 
 
 def _line(row: Row) -> str:
-    architectures, adapted = (
-        ", ".join(f"`{name}`" for name in names) for names in (row.all_architectures, row.adapted)
-    )
+    found = row.adapted
+    assert set(OUTSIDE) <= set(found)
+    is_usual = set(USUAL) <= set(found)
+    left_out = (*OUTSIDE, *USUAL) if is_usual else OUTSIDE
+    names = [f"`{name}`" for name in found if name not in left_out]
+    adapted = ", ".join(["the usual", *names] if is_usual else names)
+    architectures = ", ".join(f"`{name}`" for name in row.all_architectures)
     cells = (row.name, architectures, adapted, row.tools, row.reasoning, row.limits)
     return f"| {' | '.join(cells)} |"
 
