@@ -82,7 +82,7 @@ def reference_rms_norm(
 
 def activate_and_mul(gate_up_TF: Tensor, activation: Activation = "silu") -> Tensor:
     """`activation(gate) * up` for gate and up packed along the last dimension: (T, 2 F) -> (T, F).
-    gelu_tanh approximates GELU by a tanh. Without a gate, up is there alone: (T, F) -> (T, F)."""
+    gelu_tanh approximates GELU by a tanh. An activation without a gate gets up alone, (T, F)."""
     if not is_gated(activation):
         return gate_up_TF.relu().square()
     if isinstance(activation, ClampedSwiglu):

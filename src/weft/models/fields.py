@@ -146,7 +146,7 @@ WITHOUT_EFFECT = frozenset(
         "no_rope_layer_interval",
         "mamba_expand",
         "expand",
-        # sizes that LFM2's files have twice
+        # sizes that LFM2's files state twice
         "block_dim",
         "block_norm_eps",
         "conv_dim",
@@ -283,7 +283,7 @@ _NUMBERS = (
 )
 """Fields that must be finite where a configuration has them."""
 _FACTORS = "attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"
-"""Those that must not be null either."""
+"""Fields that must not be null either."""
 
 
 def check_numbers(hf: Any, windows: Iterable[int | None]) -> None:

@@ -46,7 +46,7 @@ from weft.models.weights import (
 
 logger = logging.getLogger(__name__)
 _HEAD_NAME = "lm_head.weight"
-_BARE = "embed_tokens.", "layers.", "norm.", "embedding_norm."  # of a decoder saved alone
+_BARE = "embed_tokens.", "layers.", "norm.", "embedding_norm."  # names in a decoder saved alone
 _SAMPLED_BYTES, _SAMPLED_TENSORS = 64, 64
 
 

@@ -64,9 +64,9 @@ def attend(
     launch = _Launch(q_THW, cache, batch, out_THL, scale, rounds, processors, options)
     if work.tiles is not None:
         rows = tile_rows(H)
-        # Tiles of a step are fewer than there are places, most of which are empty in short steps.
+        # `work.tiles` has a place for each possible tile. Most are empty in short steps.
         launch.run("tiles", work.tiles, len(work.tiles), cdiv(T, rows // H), rows, T)
-    if work.num_decodes:  # after tiles, which are put together for all rows
+    if work.num_decodes:  # after tiles, as combining the parts of tiles writes to all rows
         kind = "all" if work.pairs is None else "pairs"
         pairs = batch.seq_lens_S if work.pairs is None else work.pairs
         num = work.num_decodes

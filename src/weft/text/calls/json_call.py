@@ -38,7 +38,7 @@ class JsonCall(ReadCall):
         """Note what the last character says of the name and the arguments. Returns whether this may
         still be a call. `was_in_value`: whether it was in a value before this character."""
         json_, key = self._json, self._json.key
-        if json_.in_value and not was_in_value:
+        if json_.in_value and not was_in_value:  # no key may come twice, nor with its other name
             new = key not in self._seen
             same = [names for names in (_ARGUMENTS, _NAMES) if key in names]
             self._seen |= set(same[0]) if same else {key}
