@@ -188,6 +188,29 @@ def test_a_change_outlives_a_short_absence() -> None:
         assert future.result() == Done(1, 1)
 
 
+@pytest.mark.parametrize("other", [[], [B]], ids=["missing", "another"])
+def test_nothing_is_written_to_another_registry_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: list[Version]
+) -> None:
+    """As where a file system is not mounted, and somebody publishes to the folder below it."""
+    monkeypatch.setattr("weft.registry.shared.PATIENCE_S", 0.05)
+    place, right, wrong = (tmp_path / name for name in ("place", "right", "wrong"))
+    with SharedRegistry(DirectoryStore(place), poll_s=0.01) as registry:
+        registry.change(Publish("sql", A))
+        place.rename(right)
+        with pytest.raises(RegistryUnavailable, match="does not answer"):
+            registry.poll()
+        with SharedRegistry(DirectoryStore(place)) as stranger:
+            for version in other:
+                stranger.change(Publish("sql", version))
+        with pytest.raises(RegistryUnavailable, match=r"another registry .*0001 is.*; nothing was"):
+            registry.change(Publish("faq", A))
+        assert registry.state.names["sql"].versions == {1: A}
+        place.rename(wrong)
+        right.rename(place)
+        assert registry.change(Publish("faq", A)) == Done(1, 1)
+
+
 class Odd(MemoryStore):
     """It fails in a way that nobody foresaw while `odd` is set."""
 

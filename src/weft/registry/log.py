@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -88,6 +89,8 @@ class Log:
         """The state at the end of the last epoch, if its snapshot may be missing."""
         self._ended_here = False
         """Whether this writer wrote that epoch's last entry."""
+        self._last: bytes | None = None
+        """The digest of the entry that was read last; None if a snapshot was."""
 
     def boot(self) -> Steps[None]:
         """Load the newest snapshot, if there is one, and read the entries after it."""
@@ -109,6 +112,21 @@ class Log:
                     return
                 self._take(content)
             ahead = min(2 * ahead, _MAX_AHEAD)
+
+    def confirm(self) -> Steps[None]:
+        """Raise RegistryUnavailable unless the store still has the entry that was read last, or a
+        mark that it may be gone. Without both, the store is another registry's, as where a file
+        system came back without its content. To be asked after the store did not answer."""
+        seq = self.state.seq
+        if seq == 0:
+            return
+        content, mark = yield from _get([entry_key(seq), end_key((seq - 1) // self.state.epoch)])
+        is_same = mark is not None if content is None else self._last in (None, _digest(content))
+        if not is_same:
+            message = "another registry is in the place of the one that was read before:"
+            what = "missing" if content is None else "another one"
+            remedy = "put the right one back, or start this process again"
+            raise RegistryUnavailable(f"{message} {entry_key(seq)} is {what}; {remedy}")
 
     def commit(self, ops: Sequence[Op], now: float) -> Steps[dict[str, Result | None]]:
         """Try once to make changes, all in one entry. Returns the results of the ops that are
@@ -171,7 +189,7 @@ class Log:
         return [*sorted(key for key in entries if _number(key) <= last), *snapshots[:-1]]
 
     def _take(self, content: bytes) -> None:
-        self.state = self._after(content)
+        self.state, self._last = self._after(content), _digest(content)
         if self.state.seq % self.state.epoch == 0:
             self._to_save, self._ended_here = self.state, False
 
@@ -202,7 +220,7 @@ class Log:
                 continue
             state = self._loaded(newest, content)
             if state.seq >= least:
-                self.state, self._to_save = state, None
+                self.state, self._to_save, self._last = state, None, None
                 return
         raise RegistryUnavailable("the registry's newest snapshot is missing")
 
@@ -248,6 +266,10 @@ def _other_format(content: bytes) -> str | None:
         return None
     wanted = f"this version of Weft reads {FORMAT}"
     return None if found == FORMAT else f"its format is {found}, and {wanted}"
+
+
+def _digest(content: bytes) -> bytes:
+    return sha256(content).digest()
 
 
 def _put(key: str, content: bytes) -> Steps[bool]:

@@ -272,8 +272,10 @@ class SharedRegistry:
 
     def _drive(self, steps: Steps[_T]) -> _T:
         """Run an operation of the log, and tell listeners what it has read, even if it fails half
-        way."""
+        way. If the one before it failed, the store must first prove that it is the same."""
         try:
+            if self._ask.failed:
+                self._ask.run(self._log.confirm())
             result = self._ask.run(steps)
             self._answered_at = time.monotonic()
             return result
@@ -372,14 +374,18 @@ class _Driver:
         self._store = store
         is_near = store.folder("log/") is not None
         self._readers = None if is_near else ThreadPoolExecutor(8, "registry-read")
+        self.failed = False
+        """Whether the last operation ended without an answer."""
 
     def run(self, steps: Steps[_T]) -> _T:
         """Raises RegistryUnavailable."""
+        self.failed = True
         try:
             request = next(steps)
             while True:
                 request = steps.send(self._answer(request))
         except StopIteration as end:
+            self.failed = False
             result: _T = end.value
             return result
 
