@@ -62,6 +62,7 @@ def test_two_servers_on_one_registry(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(2) as threads:
             one, other = threads.map(start, ("one", "other"))
+        assert "is empty: it has neither adapters nor tenants, so req" in one.log.read_text()
         load(one, "task", "reverse")
         load(one, "task", "repeat", load_inplace=True, pinned=True)
         load(other, "gone", "upper", wait="commit")
@@ -76,6 +77,7 @@ def test_two_servers_on_one_registry(tmp_path: Path) -> None:
         for server in (one, other):
             os.killpg(server.process.pid, signal.SIGKILL)
         third = start("third", "--registry-boot", "eager")
+        assert "is empty" not in third.log.read_text()
         assert third.post("/v1/completions", model="gone", prompt="x").status_code == 404
         listed = httpx.get(f"{third.url}/v1/models", timeout=PATIENCE_S).json()["data"]
         assert [model["id"] for model in listed] == ["base", "task"]

@@ -158,9 +158,11 @@ def test_a_registry_is_read_without_room_or_rights(
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, folder = tmp_path / "registry", written(tmp_path / "a", FILES)
     to = ("--registry", place)
-    assert digest(FILES) in run("push", folder, "acme/sql", *to)
+    pushed = run("push", folder, "acme/sql", *to)
+    assert digest(FILES) in pushed and "a new registry begins there" in pushed
     other = adapter(1)
-    run("push", written(tmp_path / "b", other), "acme/sql", "--no-release", *to)
+    pushed = run("push", written(tmp_path / "b", other), "acme/sql", "--no-release", *to)
+    assert "new registry" not in pushed
     assert "acme/sql  v1  (newest v2)" in run("registry", "ls", *to)
     assert "--to" in run("release", "acme/sql", *to, status=1)
     assert "2 contents are whole" in run("registry", "verify", *to)

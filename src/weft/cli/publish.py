@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.releases import NamedAdapter, Registry, actor, opened
+from weft.cli.releases import (
+    NamedAdapter,
+    Registry,
+    actor,
+    is_new_folder,
+    opened,
+    say_new,
+)
 from weft.core.errors import AdapterError, ConfigError, RegistryUnavailable
 from weft.core.interrupts import interrupts_at_once
 from weft.terminal.commands import Commands
@@ -74,6 +81,7 @@ def push(
             return
         from weft.publishing import publish
 
+        new = is_new_folder(str(registry))
         with interrupts_at_once():
             version = publish(
                 str(registry),
@@ -85,6 +93,8 @@ def push(
                 actor=actor(),
             )
         typer.echo(f"{name}: sha256:{version.digest}, {version.num_bytes:,} bytes")
+        if new:
+            say_new(str(registry))
 
 
 def _send(

@@ -176,13 +176,28 @@ def opened(uri: str, *, make: bool = False, writes: bool = True) -> Iterator[Sha
     from weft.registry.stores import open_store
 
     with ending_in_one_line():
-        folder = uri.removeprefix("file://")
-        if not make and "://" not in folder and not Path(folder).is_dir():
+        new = is_new_folder(uri)
+        if new and not make:
             raise ConfigError(f"--registry {uri}: there is no such folder", "registry")
         with interrupts_at_once():
             shared = SharedRegistry(open_store(uri), writes=writes)
         with closing(shared):
             yield shared
+        if new:
+            say_new(uri)
+
+
+def is_new_folder(uri: str) -> bool:
+    """Whether a registry is to be in a folder that is not there."""
+    folder = uri.removeprefix("file://")
+    return "://" not in folder and not Path(folder).is_dir()
+
+
+def say_new(uri: str) -> None:
+    """Say on stderr that a registry was made, which nobody meant if the URI has a mistake."""
+    typer.echo(
+        f"--registry {uri}: there was no such folder, so a new registry begins there", err=True
+    )
 
 
 def _entry(shared: SharedRegistry, name: str) -> Name:

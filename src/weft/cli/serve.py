@@ -321,6 +321,12 @@ async def _follow(start: _Start, shared: SharedRegistry, follower: Follower) -> 
     logger.info("start: adapters of the registry")
     await follower.start(start.flags.registry_boot == "eager")
     start.door.follow()
+    if shared.state.seq == 0:  # as where a file system is not mounted yet
+        tenants = start.door.tenants
+        is_open = tenants is None or tenants.keychain is None
+        rest = ", so requests need no key" if is_open else ""
+        message = "the registry %s is empty: it has neither adapters nor tenants%s"
+        logger.warning(message, start.flags.registry, rest)
 
 
 # -- serving -------------------------------------------------------------------------------------
