@@ -128,7 +128,10 @@ async def started(engine: PretendedSupervisor, client: LinkClient, link: TcpLink
     await starting
 
 
-async def test_requests_run_over_a_link_until_the_engine_dies(tmp_path: Path) -> None:
+async def test_requests_run_over_a_link_until_the_engine_dies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "weft.fleet.node")
     async with linked(tmp_path) as (engine, own, client, link):
         await started(engine, client, link)
         assert link.node == "a" and client.info == INFO
@@ -142,6 +145,7 @@ async def test_requests_run_over_a_link_until_the_engine_dies(tmp_path: Path) ->
         assert (await first).token_ids == [7]
         own.drain(True)
         await until(lambda: link.report is not None and link.report.draining)
+        assert "this node takes no more requests" in caplog.text
         engine.alive, engine.death = False, EngineDead("exit code 1")
         engine.on_pulse()
         with pytest.raises(EngineDead, match="exit code 1"):
@@ -428,14 +432,43 @@ async def test_an_address_at_which_no_node_answers_is_named_once(
         assert caplog.text.count(silent) == 1
 
 
+async def test_two_nodes_with_one_name_are_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("weft.fleet.members.RETRY_S", 0.01)
+    monkeypatch.setattr("weft.fleet.members.MAX_RETRY_S", 0.02)
+    tries = []
+
+    async def serve(self: Members, address: str, *args: Any) -> bool:
+        tries.append(address)
+        return await serve_it(self, address, *args)
+
+    serve_it = Members._serve
+    monkeypatch.setattr(Members, "_serve", serve)
+    async with linked(tmp_path) as (engine, own, _, _):
+        path = tmp_path / "nodes"
+        path.write_text(f"127.0.0.1:{own.listener.port}\n")
+        fleet = FleetClient()
+        members = Members(str(path), link_key(tmp_path), "a", fleet)
+
+        def tried() -> bool:
+            engine.on_pulse()
+            return len(tries) > 3
+
+        await until(tried)
+        await members.close()
+        await fleet.close()
+    assert caplog.text.count("two nodes are called a") == 1
+
+
 async def test_no_request_is_to_blame_for_nodes_that_are_taken_off_the_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As when pods are replaced while it runs. A process that ends itself loses no node by that."""
     monkeypatch.setattr("weft.fleet.members.READ_S", 0.01)
     monkeypatch.setattr("weft.fleet.members.RETRY_S", 0.01)
-    path = tmp_path / "nodes"
-    path.write_text("")
+    path, nobody = tmp_path / "nodes", "127.0.0.1:1\n"
+    path.write_text(nobody)
 
     async def first_token(fleet: FleetClient) -> list[int]:
         await fleet.until_joined()
@@ -459,7 +492,10 @@ async def test_no_request_is_to_blame_for_nodes_that_are_taken_off_the_list(
                 assert await reading == [7]
                 await members.close()
             else:
-                path.write_text("")
+                path.write_text("")  # it is being written
+                await until(lambda: "it names no HOST:PORT" in caplog.text)
+                assert fleet.nodes
+                path.write_text(nobody)
                 await until(lambda: not fleet.nodes)
     await fleet.close()
     assert caplog.text.count("node a is lost") == 2

@@ -52,6 +52,8 @@ async def read_addresses(where: str) -> list[str]:
             if not is_address(line):
                 message = f"--fleet {where}: lines must be HOST:PORT, got {line[:80]!r}"
                 raise ConfigError(message, "fleet")
+        if not found:  # it may be half written
+            raise ConfigError(f"--fleet {where}: it names no HOST:PORT", "fleet")
         return found
     host, _, port = where.rpartition(":")
     loop = asyncio.get_running_loop()
@@ -79,6 +81,8 @@ class Members:
         self._links: set[TcpLink] = set()
         self._named: dict[str, str] = {}
         """By node that is linked: at which address."""
+        self._twins: dict[str, str] = {}
+        """By address: the node's name that the log says is another's too."""
         self._closing = False
         self._tasks = [asyncio.create_task(self._tick())]
         if where is not None:
@@ -116,6 +120,7 @@ class Members:
         for address in self._followed.keys() - wanted:
             self._followed.pop(address).cancel()
             self._patience.pop(address, None)
+            self._twins.pop(address, None)
         for address in wanted - self._followed.keys():
             self._followed[address] = asyncio.create_task(self._look_after(address))
 
@@ -163,8 +168,11 @@ class Members:
             return True
         if link.node == self._name or link.node in self._named:
             message = "two nodes are called %s; the one at %s is not used: give each a --node-name"
-            logger.error(message, link.node, address)
+            if self._twins.get(address) != link.node:
+                self._twins[address] = link.node
+                logger.error(message, link.node, address)
             return False
+        self._twins.pop(address, None)
         self._named[link.node] = address
         node = RemoteNode(client, link)
         logger.info("node %s at %s has joined", node.name, address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 import uuid
@@ -22,6 +23,8 @@ from weft.fleet.supervisor import Supervisor
 from weft.fleet.tcp import TcpLink
 from weft.fleet.wire import Drain, Rest
 from weft.registry.contents import Contents
+
+logger = logging.getLogger(__name__)
 
 
 class Node(Protocol):
@@ -142,6 +145,7 @@ class OwnNode:
     def drain(self, draining: bool) -> None:
         if draining != self._draining:
             self._draining = draining
+            logger.info("this node %s requests", "takes no more" if draining else "takes")
             self._tell()
 
     def rest(self, idle: bool) -> None:
