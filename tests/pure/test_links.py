@@ -241,14 +241,16 @@ async def test_silent_nodes_are_dropped_though_one_could_not_be(
         await until(lambda: not own.listener.clients)
 
 
-async def test_a_link_whose_message_can_not_be_taken_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"\xc1", b"\x92\xa5Later\x80", b"\x92\xa7Welcome\x80"])
+async def test_a_link_ends_whose_message_is_not_understood(content: bytes, tmp_path: Path) -> None:
+    """As one of another version of Weft."""
     async with linked(tmp_path) as (engine, own, client, link):
         await started(engine, client, link)
         (session,) = own.listener._sessions.values()
-        own.listener._send(session, b"\xc1")
+        own.listener._send(session, content)
         async with asyncio.timeout(PATIENCE_S):
             error = await client.ended()
-        assert error.message == "a message of node a could not be taken"
+        assert "node a sends what is not understood here, as another version" in error.message
 
 
 class SilentLink:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from pathlib import Path
 
 import zmq.asyncio
@@ -32,7 +33,7 @@ RETRY_S = 0.2
 MAX_RETRY_S = 2.0
 SILENT = (
     "no node of this fleet answers at %s so far: it is not up, can't be reached, or has another"
-    " --fleet-key"
+    " --fleet-key (%s)"
 )
 
 
@@ -128,13 +129,14 @@ class Members:
         """Keep a link to the node at an address."""
         pause_s, said = RETRY_S, False
         while True:
+            begun_s = time.monotonic()
             try:
-                if await self._link(address):
+                if await self._link(address) and time.monotonic() - begun_s > MAX_RETRY_S:
                     pause_s, said = RETRY_S, False
-            except EngineDead:
+            except EngineDead as error:
                 if pause_s == MAX_RETRY_S and not said:
                     said = True
-                    logger.warning(SILENT, address)
+                    logger.warning(SILENT, address, error.message)
             except ConfigError as error:
                 logger.error("%s: this address is left out", error.message)
                 return

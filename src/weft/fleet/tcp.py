@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -136,7 +137,14 @@ class TcpLink:
     async def _receive(self) -> None:
         try:
             while True:
-                self._take(UP.decode(await self._socket.recv()))
+                content = await self._socket.recv()
+                try:
+                    record = UP.decode(content)
+                except (msgspec.MsgspecError, KeyError) as error:
+                    why = "sends what is not understood here, as another version of Weft may"
+                    self._end(f"{self._name} {why}: {error}")
+                    return
+                self._take(record)
         except Exception:
             logger.exception("the link to %s ends, as its message could not be taken", self._name)
             self._end(f"a message of {self._name} could not be taken")
