@@ -465,6 +465,7 @@ async def test_who_is_refused_is_written_down_in_bounds(
     web = Web(served.world)
     await web.get("/v1/models")
     await web.http.get("/v1/models", headers={"authorization": "Bearer made-up"})
+    await web.http.get("/v1/models", headers=as_("acme-old"))
     await web.http.get("/metrics", headers=as_("acme-app"))
     await web.http.delete("/v1/loras/x", headers=as_("acme-app"))
     for _ in range(50):
@@ -473,15 +474,16 @@ async def test_who_is_refused_is_written_down_in_bounds(
     await web.get("/v1/models")
     lines = served.audited()
     told = [(x["key"], x["action"], x["name"], x["outcome"], x["times"]) for x in lines]
-    assert told[:4] == [
+    assert told[:5] == [
         (None, "refuse", "/v1/models", "invalid_api_key", 1),
         (None, "refuse", "/v1/models", "invalid_api_key", 1),
+        ("acme-old", "refuse", "/v1/models", "invalid_api_key", 1),
         ("acme-app", "refuse", "/metrics", "permission_denied", 1),
         ("acme-app", "unload", "x", "permission_denied", 1),
     ]
     first = told[0]
     most = audit_module.MAX_REFUSALS
-    assert told[4:] == [first] * (most - 4) + [(None, "refuse", None, "repeated", 54 - most), first]
+    assert told[5:] == [first] * (most - 5) + [(None, "refuse", None, "repeated", 55 - most), first]
     assert all(line["client"] == "127.0.0.1" for line in lines)
 
 

@@ -10,10 +10,11 @@ from typing import Protocol
 
 from weft.core.errors import InvalidRequest, Unauthorized
 from weft.core.tenants import Tenant
-from weft.registry.tenants import Caller, Directory, Keychain
+from weft.registry.tenants import Caller, Directory, ExpiredKey, Keychain
 
 caller_var: ContextVar[Caller | None] = ContextVar("caller", default=None)
-"""Who sent the current HTTP request. None: it needed no key."""
+"""Who sent the current HTTP request, or whose expired key it has. None: it needed no key, or has
+nobody's."""
 client_var: ContextVar[str | None] = ContextVar("client", default=None)
 """The network address from which it came."""
 FAIRNESS = "x-llm-d-inference-fairness-id"
@@ -55,7 +56,7 @@ def keychain_of(keys: Iterable[tuple[str, str]]) -> Keychain:
 
 
 def caller_of(authorization: str | None, keychain: Keychain) -> Caller:
-    """Who sends a request with this header. Raises Unauthorized."""
+    """Who sends a request with this header. Raises Unauthorized, ExpiredKey."""
     hint = "send it as 'Authorization: Bearer KEY'"
     if not authorization:
         raise Unauthorized(f"No API key provided; {hint}")
@@ -64,6 +65,8 @@ def caller_of(authorization: str | None, keychain: Keychain) -> Caller:
         caller = keychain.caller(token.strip().encode("latin-1"), datetime.now(UTC))
         if scheme.lower() != "bearer":
             raise Unauthorized("Incorrect API key provided")
+    except ExpiredKey:
+        raise
     except Unauthorized as error:
         raise Unauthorized(f"{error.message}; {hint}") from None
     return caller

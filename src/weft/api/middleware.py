@@ -23,7 +23,7 @@ from weft.core.errors import PermissionDenied, Unauthorized, to_wire
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.metrics import Metrics, RequestRecord
 from weft.metrics.logs import log_request, request_id_var
-from weft.registry.tenants import Keychain
+from weft.registry.tenants import Caller, ExpiredKey, Keychain
 
 logger = logging.getLogger(__name__)
 
@@ -128,14 +128,16 @@ class RequireKey:
         if keychain is None:
             await self._app(scope, receive, send)
             return
+        caller: Caller | None
         try:
             caller = caller_of(_authorization(Headers(scope=scope)), keychain)
+            app = self._app
         except Unauthorized as error:
-            await error_response(error, scope["path"])(scope, receive, send)
-            return
+            caller = error.caller if isinstance(error, ExpiredKey) else None
+            app = error_response(error, scope["path"])
         token = caller_var.set(caller)
         try:
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
         finally:
             caller_var.reset(token)
 

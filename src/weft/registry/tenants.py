@@ -77,6 +77,14 @@ class Member:
         return Caller(self.tenant.name, key.roles, key.id, self.may_use)
 
 
+class ExpiredKey(Unauthorized):
+    """A key that was good for a while. `caller` says whose it is."""
+
+    def __init__(self, message: str, caller: Caller) -> None:
+        super().__init__(message)
+        self.caller = caller
+
+
 class Keychain:
     """Finds the caller that a request's key belongs to."""
 
@@ -86,13 +94,15 @@ class Keychain:
         self._entries = {self._blinded(d): (caller, expires) for d, caller, expires in entries}
 
     def caller(self, secret: bytes, now: datetime) -> Caller:
-        """Whose key this is. Raises Unauthorized if it is nobody's, or has expired."""
+        """Whose key this is. Raises Unauthorized if it is nobody's, ExpiredKey if it has
+        expired."""
         found = self._entries.get(self._blinded(hashlib.sha256(secret).digest()))
         if found is None:
             raise Unauthorized("Incorrect API key provided")
         caller, expires = found
         if expires is not None and now >= expires:
-            raise Unauthorized("Expired API key provided")
+            message = f"Expired API key provided; it was valid until {expires.isoformat()}"
+            raise ExpiredKey(message, caller)
         return caller
 
     def _blinded(self, digest: bytes) -> bytes:
