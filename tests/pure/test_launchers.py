@@ -233,7 +233,17 @@ def test_nodes_that_others_start_are_found(tmp_path: Path) -> None:
     assert find_urls("127.0.0.1:1,127.0.0.1:1,localhost:2")[0] == "http://127.0.0.1:1"
     many = [f"127.0.0.{i}:18799" for i in range(1, 30)]  # too long for the name of a file
     assert sorted(find_urls(",".join(many))) == sorted(f"http://{each}" for each in many)
-    for wrong in ("", ",", "here", "host:", ":1", "h:http", "h:99999", f"h:{'9' * 30}"):
+    for wrong in (
+        "",
+        ",",
+        "here",
+        "host:",
+        ":1",
+        "h:http",
+        "https://h:1",
+        "h:99999",
+        f"h:{'9' * 30}",
+    ):
         with pytest.raises(ConfigError, match="--at takes HOST:PORT"):
             find_urls(wrong)
     with pytest.raises(Unreachable, match="label too long"):

@@ -30,7 +30,8 @@ def find_urls(where: str) -> list[str]:
 
 def _resolved(given: str) -> list[str]:
     host, _, port = given.removeprefix("http://").rstrip("/").rpartition(":")
-    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
+    is_port = re.fullmatch("[0-9]{1,5}", port) and int(port) <= 65535
+    if not host or "/" in host or not is_port:
         raise ConfigError(f"--at takes HOST:PORT of nodes, got {given!r}", "at")
     try:
         infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
