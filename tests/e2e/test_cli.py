@@ -395,9 +395,14 @@ def test_a_missing_tokenizer(tmp_path: Path) -> None:
     assert "tokenizer" in line and "--skip-tokenizer-init" in line
 
 
-def test_a_file_of_tenants_that_is_not_text_makes_no_registry(tmp_path: Path) -> None:
+def test_a_file_that_has_no_tenants_makes_no_registry(tmp_path: Path) -> None:
     file, registry = tmp_path / "tenants.toml", tmp_path / "registry"
-    for content, why in ((b"\xff\xfe", "it is not UTF-8"), (b"[", "it is not TOML")):
+    wrong = (
+        (b"\xff\xfe", "it is not UTF-8"),
+        (b"[", "it is not TOML"),
+        (b"", "it has no tenants, so no"),
+    )
+    for content, why in wrong:
         file.write_bytes(content)
         line = refusal("tenants", "import", str(file), "--registry", str(registry))
         assert f"error: {file}: {why}" in line and not registry.exists()

@@ -144,6 +144,9 @@ def import_tenants(
             raise ConfigError(f"{file}: it is not UTF-8", "file") from error
         except ConfigError as error:
             raise ConfigError(f"{file}: {error.message}", error.param) from None
+        if not tables:  # it may be half written
+            message = "it has no tenants, so no tenant's key would be good any more"
+            raise ConfigError(f"{file}: {message}", "file")
     with opened(registry, make=True) as shared:
         known = shared.state.tenants
         changes = [
