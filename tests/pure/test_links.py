@@ -678,6 +678,18 @@ def test_wrong_flags_are_named(tmp_path: Path, wrong: dict[str, object], param: 
     assert refused.value.param == param
 
 
+async def test_a_port_that_is_taken_is_named_before_an_engine_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.fleet.start.start_supervised", None)
+    link_key(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        args = FleetArgs(where="127.0.0.1:1", key=tmp_path / "key", listen=listen)
+        with pytest.raises(ConfigError, match=f"--fleet-listen {listen}: Address already in use"):
+            await start_fleet(args, EngineArgs(ModelArgs("x")), 0, Contents(None), None)
+
+
 def test_a_key_must_be_long_enough(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="32 random bytes"):
         key_of(tmp_path, "short")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -89,6 +90,24 @@ class FleetArgs:
             raise ConfigError(error.message, "node_label") from None
 
 
+def check_free(listen: str) -> None:
+    """Raise ConfigError if this HOST:PORT is taken, or is no address of this machine: before an
+    engine loads, which may take minutes. A HOST that is the name of an interface is not looked
+    at."""
+    host, _, port = listen.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return
+    family, kind, protocol, _, address = found[0]
+    try:
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except OSError as error:
+        raise ConfigError(f"--fleet-listen {listen}: {error.strerror}", "fleet_listen") from error
+
+
 async def start_fleet(
     args: FleetArgs,
     engine_args: EngineArgs,
@@ -114,6 +133,7 @@ async def start_fleet(
     key = read_fleet_key(args.key)
     own = None
     if args.has_engine:
+        check_free(args.listen)
         start = partial(start_process, report_s=REPORT_S)
         engine = await start_supervised(engine_args, start, watchdog_s)
         try:
