@@ -6,16 +6,16 @@ import copy
 import json
 import math
 import random
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapter_kinds import auto_class
 from safetensors.torch import load_file, save_file
 from transformers import (
     ArceeConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     Cohere2Config,
     CwmConfig,
     DeepseekV2Config,
@@ -44,6 +44,7 @@ from transformers import (
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     NemotronHConfig,
@@ -125,6 +126,16 @@ YARN_FULL = rope(
     mscale_all_dim=0.5,
     truncate=False,
 )
+GROWING = rope(
+    "yarn",
+    factor=4.0,
+    original_max_position_embeddings=16,
+    max_position_embeddings=64,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.3,
+)
+PARTLY = {"partial_rotary_factor": 0.5}
 
 NO_PAD: dict[str, Any] = {"pad_token_id": None}
 WITHOUT_MLP = {n: v for n, v in SIZES.items() if n != "intermediate_size"}
@@ -194,15 +205,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "ministral3": Ministral3Config(
         **SIZES,
         **NO_PAD,
-        **rope(
-            "yarn",
-            factor=4.0,
-            original_max_position_embeddings=16,
-            max_position_embeddings=64,
-            mscale=1.0,
-            mscale_all_dim=1.0,
-            llama_4_scaling_beta=0.3,
-        ),
+        **GROWING,
         head_dim=16,
     ),
     "ministral3-window-tied": Ministral3Config(
@@ -607,6 +610,28 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         mlp_layer_types=["sparse", "dense", "sparse"],
         rms_norm_eps=0.05,
     ),
+    "mistral4": Mistral4Config(
+        **SIZES | LATENT,
+        **ROUTED,
+        **copy.deepcopy(GROWING),  # to which it adds
+        q_lora_rank=24,
+        first_k_dense_replace=1,
+        n_shared_experts=2,
+        routed_scaling_factor=1.5,
+        rms_norm_eps=0.05,
+    ),
+    "mistral4-groups-tied-bias": Mistral4Config(
+        **SIZES | LATENT,
+        **ROUTED,
+        **rope("linear", factor=2.0, original_max_position_embeddings=5, llama_4_scaling_beta=0.1),
+        q_lora_rank=None,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        rope_interleave=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
     "solar-open": SolarOpenConfig(
         **WITHOUT_MLP,
         **ROUTED,
@@ -796,9 +821,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Random weights everywhere, biases and norms too."""
     torch.manual_seed(0)
-    sees = hasattr(config, "vision_config")
-    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    model = kind.from_config(config, attn_implementation="eager").eval()
+    model = auto_class(config).from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
@@ -1172,7 +1195,7 @@ def test_fields_of_published_gemmas(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_every_family_is_among_the_configurations() -> None:
     """So the fields of each are walked, and its logits compared."""
     assert {config.get_text_config().model_type for config in CONFIGS.values()} == {
-        family.model_type for family in (*FAMILIES.values(), *OTHER_TEXT.values())
+        family.model_type for family in (*FAMILIES.values(), *chain(*OTHER_TEXT.values()))
     }
 
 
@@ -1478,6 +1501,12 @@ def test_layer_types_that_disagree_are_refused(
         ("deepseek-v3", "kv_lora_rank", 0),
         ("deepseek-v3", "qk_rope_head_dim", 7),
         ("deepseek-v3", "rope_parameters", YARN["rope_parameters"] | {"mscale_all_dim": -1.0}),
+        ("mistral4", "first_k_dense_replace", -1),
+        ("mistral4", "n_group", None),
+        ("mistral4", "num_key_value_heads", 2),
+        ("mistral4", "rope_parameters", YARN["rope_parameters"]),
+        ("mistral4", "rope_parameters", GROWING["rope_parameters"] | {"rope_type": "default"}),
+        ("mistral4", "rope_parameters", {**GROWING["rope_parameters"], **PARTLY}),
         ("glm4-moe-lite", "mlp_layer_types", ["sparse"] * 2),
         ("glm4-moe-lite", "topk_method", "greedy"),
         ("ernie4.5-moe", "use_bias", True),

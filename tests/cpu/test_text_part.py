@@ -99,6 +99,24 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         image_token_index=79,
         tie_word_embeddings=False,
     ),
+    "mistral4": Mistral3Config(
+        text_config=TEXT
+        | {
+            "model_type": "mistral4",
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 20,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+        vision_config=VISION | {"model_type": "pixtral"},
+        image_token_index=79,
+        tie_word_embeddings=False,
+    ),
 }
 AGAIN = ("gemma4", "mistral3", "qwen3-vl")
 """Whose names are like those of others."""

@@ -25,8 +25,10 @@ from peft import (
 )
 from safetensors.torch import load_file, save_file
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     ArceeConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Cohere2Config,
     CwmConfig,
     DeepseekV2Config,
@@ -53,6 +55,7 @@ from transformers import (
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     NemotronHConfig,
@@ -375,6 +378,22 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         },
     ),
     "glm4-moe-lite": Glm4MoeLiteConfig(**SIZES | LATENTS, **ROUTED, q_lora_rank=24),
+    "mistral4": Mistral4Config(
+        **SIZES | LATENTS,
+        **ROUTED,
+        q_lora_rank=24,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    ),
     "solar-open": SolarOpenConfig(**SMALL, **ROUTED, head_dim=16),
     # The first layer is dense.
     "ernie4.5-moe": Ernie4_5_MoeConfig(
@@ -424,6 +443,7 @@ LATENT = {
     "deepseek-v2": ["kv_a_proj_with_mqa"],
     "deepseek-v3": ["q_a_proj", "kv_a_proj_with_mqa"],
     "glm4-moe-lite": ["q_a_proj", "kv_a_proj_with_mqa"],
+    "mistral4": ["q_a_proj", "kv_a_proj_with_mqa"],
 }
 """Families with attention to latents, and their projections to these."""
 BIASED = ("qwen2", "qwen2-moe", "glm4", "seed-oss", "ernie4.5", "arcee")
@@ -431,7 +451,7 @@ MIXTURES = (
     *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
     *("granite4", "gpt-oss", "mixtral", "minimax-m2", "dots1", "solar-open"),
     *("ernie4.5-moe", "granite-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite", "lfm2-moe"),
-    "nemotron-h",
+    *("nemotron-h", "mistral4"),
 )
 ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral", "minimax-m2", "solar-open", "granite-moe")
 """The families whose layers have no MLP but experts. peft takes the names of the projections of
@@ -576,6 +596,7 @@ FUSED = {
     "deepseek-v2": (KEYS_AND_VALUES,),
     "deepseek-v3": (KEYS_AND_VALUES, QUERIES),
     "glm4-moe-lite": (KEYS_AND_VALUES, QUERIES),
+    "mistral4": (KEYS_AND_VALUES, QUERIES),
     "phi3": (QKV, GATE_UP),
     "glm4": (GATE_UP,),
     "granite-moe": SPARSE,
@@ -735,9 +756,16 @@ SEEDS = {"qwen3_5_moe_text": 1}
 same probability but for the last bits, in a prompt of one kind of adapter: either may be chosen."""
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that makes models with a head for tokens of this configuration:
+    some models without eyes are among those that see."""
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+
+
 def make_base(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     torch.manual_seed(SEEDS.get(config.model_type, 0))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = auto_class(config).from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)

@@ -230,6 +230,14 @@ ROWS = [
         reasoning=THINK,
         limits="the head that drafts tokens is not served",
     ),
+    Row(
+        "Mistral Small 4",
+        "mistral4",
+        ("Mistral4",),
+        tools="`mistral_v11`",
+        reasoning="`[THINK]`",
+        limits="images refused where it is the text part of `Mistral3ForConditionalGeneration`",
+    ),
     Row("dots.llm1", "dots1", ("Dots1",), limits="no tools"),
     Row(
         "Solar Open",

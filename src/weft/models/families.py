@@ -19,7 +19,7 @@ from weft.models.family import (
     Scales,
 )
 from weft.models.gemma4_config import GEMMA4, gemma_scales
-from weft.models.latent_config import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from weft.models.latent_config import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4
 from weft.models.layer_types import (
     attention_types,
     layer_types,
@@ -381,6 +381,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
+    "Mistral4ForCausalLM": MISTRAL4,
     "Dots1ForCausalLM": _biased("dots1", one_window_by_type, qk_norm="head", moe=mixtures.glm4_moe),
     "SolarOpenForCausalLM": Family(
         "solar_open", _no_windows, attention_bias="attention_bias", moe=mixtures.routed
@@ -417,14 +418,18 @@ FAMILIES: dict[str, Family] = {
 """By architecture; see `family_of` for architectures of several families."""
 
 OTHER_TEXT = {
-    "Mistral3ForConditionalGeneration": replace(_MINISTRAL3, text_of="mistral3", tied_by_text=True)
+    "Mistral3ForConditionalGeneration": tuple(
+        replace(family, text_of="mistral3", tied_by_text=True) for family in (_MINISTRAL3, MISTRAL4)
+    )
 }
-"""Further families of architectures whose checkpoints may hold another text model."""
+"""Further families of architectures whose checkpoints may hold other text models."""
 
 
 def family_of(architecture: str, raw: Mapping[str, Any]) -> Family:
     """The family of a served architecture and the configuration in its checkpoint's file."""
-    family, other = FAMILIES[architecture], OTHER_TEXT.get(architecture)
     text = raw.get("text_config")
-    of_other = other and isinstance(text, dict) and text.get("model_type") == other.model_type
-    return other if other and of_other else family
+    stated = text.get("model_type") if isinstance(text, dict) else None
+    for family in OTHER_TEXT.get(architecture, ()):
+        if family.model_type == stated:
+            return family
+    return FAMILIES[architecture]

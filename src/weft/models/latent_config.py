@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.core.errors import ConfigError
 from weft.models import mixtures
-from weft.models.family import Family, Scales
+from weft.models.family import Family, RopeParameters, Scales
 from weft.models.state_config import LatentConfig
 
 
@@ -44,6 +44,20 @@ def _latent_scales(hf: Any) -> Scales:
     return Scales(attention=scale)
 
 
+def _share_as_whole(hf: Any) -> tuple[RopeParameters | None, ...]:
+    """Ropes whose `partial_rotary_factor` is the rotated share of a whole head."""
+    stated, size = hf.rope_parameters, hf.qk_nope_head_dim + hf.qk_rope_head_dim
+    share, kind = stated.get("partial_rotary_factor"), stated.get("rope_type")
+    known = type(share) in (int, float) and 0 < share <= 1
+    if not known or int(size * share) != hf.qk_rope_head_dim:
+        message = f"partial_rotary_factor must be {hf.qk_rope_head_dim} of {size}, got {share!r}"
+        raise ConfigError(message, "rope_parameters")
+    if kind in ("default", "proportional"):  # as transformers then rotates all of a head
+        message = f"rope type {kind} is not served for {hf.model_type}"
+        raise ConfigError(message, "rope_parameters")
+    return ({**stated, "partial_rotary_factor": 1.0},) * int(hf.num_hidden_layers)
+
+
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     lambda hf: (None,) * int(hf.num_hidden_layers),
@@ -64,4 +78,12 @@ DEEPSEEK_V2 = replace(
 )
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3, model_type="glm4_moe_lite", moe=mixtures.glm4_moe_lite, other_types=()
+)
+MISTRAL4 = replace(
+    DEEPSEEK_V3,
+    model_type="mistral4",
+    ropes=_share_as_whole,
+    query_growth=True,
+    moe=mixtures.mistral4_moe,
+    other_types=(),
 )

@@ -93,6 +93,14 @@ def deepseek_v3_moe(hf: Any) -> MoeConfig | None:
     return glm4_moe(hf)
 
 
+def mistral4_moe(hf: Any) -> MoeConfig | None:
+    check_counts(hf, 0, "first_k_dense_replace")
+    moe = glm4_moe(hf)
+    if moe is None:
+        return None
+    return replace(moe, sigmoid=False, correction="", exact_router=False, round_weights=True)
+
+
 def deepseek_v2_moe(hf: Any) -> MoeConfig | None:
     only = {"scoring_func": "softmax", "moe_layer_freq": 1, "mlp_bias": False}
     _check_stated(hf, only | {"norm_topk_prob": False})
