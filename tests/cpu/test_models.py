@@ -24,6 +24,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    ExaoneMoeConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -36,8 +37,13 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
+    GraniteMoeSWAConfig,
     GraniteSWAConfig,
     HunYuanDenseV1Config,
+    HyperCLOVAXConfig,
+    InternLM3Config,
+    IQuestCoderConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -57,6 +63,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen2VLConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -67,6 +74,7 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
+    YoutuConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -82,7 +90,7 @@ from weft.models.blueprint import num_parameters, target_table
 from weft.models.builder import LayerBuilder
 from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.decoder import Decoder, StepContext, allocate_kv_cache, kv_bytes_per_block
-from weft.models.families import FAMILIES, OTHER_TEXT
+from weft.models.families import FAMILIES, OTHERS
 from weft.models.fields import READ, WITHOUT_EFFECT, check_fields
 from weft.models.loading import dummy_weights, load_weights, sample_hash
 from weft.models.rope import inverse_frequencies
@@ -154,6 +162,12 @@ MROPE = rope("default", mrope_section=[4, 1, 3], mrope_interleaved=True)
 """Positions of images have three parts, in turns or one after the other; those of text are alike in
 all parts."""
 
+SCALES = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0625,
+    "logits_scaling": 8.0,
+}
 GRANITE4 = {
     "layer_types": ["full_attention"] * 3,
     "num_local_experts": 0,
@@ -180,6 +194,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama-yarn": LlamaConfig(**SIZES, **YARN),
     "llama-yarn-full": LlamaConfig(**SIZES, **YARN_FULL),
     "llama-bias": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, head_dim=12),
+    "internlm3-dynamic": InternLM3Config(**SIZES, **rope("dynamic", factor=6.0), head_dim=12),
+    "iquest-coder": IQuestCoderConfig(**SIZES, head_dim=8, tie_word_embeddings=True),
     "arcee": ArceeConfig(**SIZES, **YARN, head_dim=12),
     "arcee-tied-bias": ArceeConfig(
         **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
@@ -259,6 +275,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SIZES, **EXPERTS, head_dim=16, use_sliding_window=True, sliding_window=5
     ),
     "qwen3-moe-dense": Qwen3MoeConfig(**SIZES, head_dim=16, mlp_only_layers=[0, 1, 2]),
+    "qwen2-vl": Qwen2VLConfig(
+        text_config={**SIZES, **rope("default", mrope_section=[1, 1, 2])},
+        vision_config=VISION | {"embed_dim": 8},
+        tie_word_embeddings=True,
+    ),
     "qwen2.5-vl": Qwen2_5_VLConfig(
         text_config={**SIZES, **rope("default", mrope_section=[1, 1, 2])}, vision_config=VISION
     ),
@@ -372,6 +393,27 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         layer_types=["full_attention"] * 3,
         tie_word_embeddings=True,
     ),
+    "exaone-moe": ExaoneMoeConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **EXPERTS,
+        head_dim=12,
+        sliding_window=6,
+        first_k_dense_replace=2,
+        num_shared_experts=2,
+        routed_scaling_factor=0.5,
+    ),
+    "exaone-moe-groups-tied": ExaoneMoeConfig(
+        **SIZES,
+        **YARN,
+        **EXPERTS | {"num_experts": 8},
+        sliding_window=50,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+    ),
     "smollm3": SmolLM3Config(**SIZES | {"num_hidden_layers": 4}, **NO_PAD),
     "smollm3-window-bias": SmolLM3Config(
         **SIZES,
@@ -387,10 +429,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "granite": GraniteConfig(
         **SIZES,
         **NO_PAD,
-        embedding_multiplier=12.0,
-        residual_multiplier=0.22,
-        attention_multiplier=0.0625,
-        logits_scaling=8.0,
+        **SCALES,
     ),
     "granite-tied-bias": GraniteConfig(
         **SIZES, **NO_PAD, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
@@ -400,10 +439,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **YARN,
         sliding_window=6,
         layer_rope_theta=[0, 1000.0, 50.0, 0],
-        embedding_multiplier=12.0,
-        residual_multiplier=0.22,
-        attention_multiplier=0.25,
-        logits_scaling=8.0,
+        **SCALES | {"attention_multiplier": 0.25},
     ),
     "granite-swa-untied-bias": GraniteSWAConfig(
         **SIZES,
@@ -418,10 +454,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **NO_PAD,
         **GRANITE4,
         position_embedding_type="rope",
-        embedding_multiplier=12.0,
-        residual_multiplier=0.22,
-        attention_multiplier=0.0625,
-        logits_scaling=8.0,
+        **SCALES,
     ),
     "granite4-without-rope-tied-bias": GraniteMoeHybridConfig(
         **SIZES, **NO_PAD, **GRANITE4, attention_bias=True, tie_word_embeddings=True
@@ -435,6 +468,40 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "granite-moe": GraniteMoeConfig(
         **SIZES, **NO_PAD, num_local_experts=5, num_experts_per_tok=2, attention_bias=True
+    ),
+    "granite-moe-shared": GraniteMoeSharedConfig(
+        **SIZES,
+        **SCALES,
+        **NO_PAD,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        shared_intermediate_size=28,
+    ),
+    "granite-moe-shared-none-tied-bias": GraniteMoeSharedConfig(
+        **SIZES, **NO_PAD, attention_bias=True, tie_word_embeddings=True
+    ),
+    "granite-moe-swa": GraniteMoeSWAConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **SCALES,
+        **YARN,
+        **NO_PAD,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        shared_intermediate_size=28,
+        sliding_window=6,
+        layer_rope_theta=[0, 1000.0, 50.0, 0],
+    ),
+    "hyperclovax": HyperCLOVAXConfig(
+        **SIZES, **SCALES | {"attention_multiplier": 0.5}, **NO_PAD, head_dim=12
+    ),
+    "hyperclovax-tied-bias": HyperCLOVAXConfig(
+        **SIZES,
+        **YARN,
+        **NO_PAD,
+        residual_multiplier=0.5,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
     ),
     "granite4-experts": GraniteMoeHybridConfig(
         **SIZES,
@@ -631,6 +698,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         rope_interleave=False,
         attention_bias=True,
         tie_word_embeddings=True,
+    ),
+    "youtu": YoutuConfig(**SIZES | LATENT, q_lora_rank=24),
+    "youtu-untied-bias": YoutuConfig(
+        **SIZES | LATENT,
+        **YARN_FULL,
+        q_lora_rank=None,
+        rope_interleave=False,
+        attention_bias=True,
+        tie_word_embeddings=False,
     ),
     "solar-open": SolarOpenConfig(
         **WITHOUT_MLP,
@@ -915,6 +991,8 @@ AGAIN = {
     "cwm-tied-bias",
     "arcee-tied-bias",
     "granite-swa-untied-bias",
+    "hyperclovax-tied-bias",
+    "youtu-untied-bias",
 }
 """Configurations whose features others have too, in other families."""
 
@@ -1195,7 +1273,7 @@ def test_fields_of_published_gemmas(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_every_family_is_among_the_configurations() -> None:
     """So the fields of each are walked, and its logits compared."""
     assert {config.get_text_config().model_type for config in CONFIGS.values()} == {
-        family.model_type for family in (*FAMILIES.values(), *chain(*OTHER_TEXT.values()))
+        family.model_type for family in (*FAMILIES.values(), *chain(*OTHERS.values()))
     }
 
 
@@ -1375,7 +1453,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
         ({"hidden_act": "relu2"}, "hidden_act"),
         ({"dtype": "float64"}, "dtype"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 0.0}}, "rope_parameters"),
         ({"rope_parameters": DROP, "rope_scaling": {"type": "su"}}, "rope_parameters"),
         ({"partial_rotary_factor": 0.5}, "rope_parameters"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "model"),
@@ -1509,6 +1587,14 @@ def test_layer_types_that_disagree_are_refused(
         ("mistral4", "rope_parameters", {**GROWING["rope_parameters"], **PARTLY}),
         ("glm4-moe-lite", "mlp_layer_types", ["sparse"] * 2),
         ("glm4-moe-lite", "topk_method", "greedy"),
+        ("exaone-moe", "mlp_layer_types", ["sparse"] * 3),
+        ("exaone-moe", "num_shared_experts", 0),
+        ("exaone-moe", "scoring_func", "softmax"),
+        ("granite-moe-shared", "shared_intermediate_size", -1),
+        ("granite-moe-swa", "layer_rope_theta", [1.0]),
+        ("hyperclovax", "logits_scaling", 0.0),
+        ("hyperclovax", "use_post_norm", False),
+        ("internlm3-dynamic", "rope_parameters", rope("dynamic")["rope_parameters"]),
         ("ernie4.5-moe", "use_bias", True),
         ("ernie4.5-moe", "moe_layer_interval", 0),
         ("ernie4.5-moe", "moe_num_shared_experts", -1),

@@ -37,6 +37,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    ExaoneMoeConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -48,8 +49,11 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
+    GraniteMoeSWAConfig,
     GraniteSWAConfig,
     HunYuanDenseV1Config,
+    HyperCLOVAXConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -75,6 +79,7 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
+    YoutuConfig,
 )
 
 VOCAB = 80
@@ -105,6 +110,12 @@ LATENTS = {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
+}
+SCALES: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.25,
+    "logits_scaling": 2.0,
 }
 WINDOW_AND_ALL = ["sliding_attention", "full_attention"]
 HYBRID: dict[str, Any] = {
@@ -162,34 +173,57 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "exaone4": Exaone4Config(
         **SIZES, pad_token_id=None, sliding_window=24, layer_types=WINDOW_AND_ALL
     ),
+    # The first layer is dense.
+    "exaone-moe": ExaoneMoeConfig(
+        **SIZES,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        num_shared_experts=2,
+        sliding_window=24,
+        layer_types=WINDOW_AND_ALL,
+    ),
     "smollm3": SmolLM3Config(**SIZES, pad_token_id=None, no_rope_layers=[1, 0]),
     "granite": GraniteConfig(
         **SIZES,
         pad_token_id=None,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.22,
-        attention_multiplier=0.25,
-        logits_scaling=2.0,
+        **SCALES,
     ),
     "granite-moe": GraniteMoeConfig(
         **SIZES | {"intermediate_size": 20},
         pad_token_id=None,
         num_local_experts=5,
         num_experts_per_tok=2,
-        residual_multiplier=0.22,
-        attention_multiplier=0.25,
-        logits_scaling=2.0,
-        embedding_multiplier=3.0,
+        **SCALES,
     ),
     "granite-swa": GraniteSWAConfig(
         **SIZES,
         sliding_window=24,
         layer_types=WINDOW_AND_ALL,
         layer_rope_theta=[1e4, 0],
-        embedding_multiplier=3.0,
-        residual_multiplier=0.22,
-        attention_multiplier=0.25,
-        logits_scaling=2.0,
+        **SCALES,
+    ),
+    "granite-moe-shared": GraniteMoeSharedConfig(
+        **SIZES | {"intermediate_size": 20},
+        **SCALES,
+        pad_token_id=None,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        shared_intermediate_size=24,
+    ),
+    "granite-moe-swa": GraniteMoeSWAConfig(
+        **SIZES | {"intermediate_size": 20},
+        **SCALES,
+        pad_token_id=None,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        shared_intermediate_size=24,
+        sliding_window=24,
+        layer_types=WINDOW_AND_ALL,
+        layer_rope_theta=[1e4, 0],
+    ),
+    "hyperclovax": HyperCLOVAXConfig(
+        **SIZES, **SCALES, pad_token_id=None, head_dim=16, tie_word_embeddings=False
     ),
     "granite4": GraniteMoeHybridConfig(
         **SIZES,
@@ -201,10 +235,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         shared_intermediate_size=24,
         mamba_n_heads=4,
         mamba_d_state=8,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.22,
-        attention_multiplier=0.25,
-        logits_scaling=2.0,
+        **SCALES,
     ),
     "lfm2": Lfm2Config(
         **SIZES, pad_token_id=None, layer_types=["conv", "full_attention"], block_multiple_of=8
@@ -394,6 +425,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
             "llama_4_scaling_beta": 0.3,
         },
     ),
+    "youtu": YoutuConfig(**SIZES | LATENTS, q_lora_rank=24),
     "solar-open": SolarOpenConfig(**SMALL, **ROUTED, head_dim=16),
     # The first layer is dense.
     "ernie4.5-moe": Ernie4_5_MoeConfig(
@@ -444,6 +476,7 @@ LATENT = {
     "deepseek-v3": ["q_a_proj", "kv_a_proj_with_mqa"],
     "glm4-moe-lite": ["q_a_proj", "kv_a_proj_with_mqa"],
     "mistral4": ["q_a_proj", "kv_a_proj_with_mqa"],
+    "youtu": ["q_a_proj", "kv_a_proj_with_mqa"],
 }
 """Families with attention to latents, and their projections to these."""
 BIASED = ("qwen2", "qwen2-moe", "glm4", "seed-oss", "ernie4.5", "arcee")
@@ -451,14 +484,14 @@ MIXTURES = (
     *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
     *("granite4", "gpt-oss", "mixtral", "minimax-m2", "dots1", "solar-open"),
     *("ernie4.5-moe", "granite-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite", "lfm2-moe"),
-    *("nemotron-h", "mistral4"),
+    *("nemotron-h", "mistral4", "exaone-moe", "granite-moe-shared", "granite-moe-swa"),
 )
 ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral", "minimax-m2", "solar-open", "granite-moe")
 """The families whose layers have no MLP but experts. peft takes the names of the projections of
 Solar Open's shared experts for those of the others, and can't give these a rank of their own."""
 CONVERTED = (
     *("qwen3-moe", "olmoe", "glm4-moe", "mixtral", "minimax-m2", "dots1", "solar-open"),
-    *("ernie4.5-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite"),
+    *("ernie4.5-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite", "exaone-moe"),
 )
 """The families for which peft too reads adapters of single experts."""
 UNTIED = (
@@ -477,6 +510,7 @@ UNTIED = (
         "hunyuan",
         "cwm",
         "arcee",
+        "hyperclovax",
         "qwen3.5",
     ),
     *MIXTURES,
@@ -484,7 +518,7 @@ UNTIED = (
 NEWER = (
     *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
     *("cohere2", "seed-oss", "exaone4", "hunyuan", "ernie4.5", "cwm", "granite-swa"),
-    *("arcee", "qwen3.5", "lfm2"),
+    *("arcee", "hyperclovax", "youtu", "qwen3.5", "lfm2"),
 )
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "deepseek-v3")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;
@@ -597,10 +631,11 @@ FUSED = {
     "deepseek-v3": (KEYS_AND_VALUES, QUERIES),
     "glm4-moe-lite": (KEYS_AND_VALUES, QUERIES),
     "mistral4": (KEYS_AND_VALUES, QUERIES),
+    "youtu": (KEYS_AND_VALUES, QUERIES),
     "phi3": (QKV, GATE_UP),
     "glm4": (GATE_UP,),
     "granite-moe": SPARSE,
-    "granite4": (*SPARSE, *SHARED_MLP),
+    **dict.fromkeys(("granite4", "granite-moe-shared", "granite-moe-swa"), (*SPARSE, *SHARED_MLP)),
     "gpt-oss": (ROUTER,),
     "nemotron-h": (
         (r"\b(self_attn|mlp)\b", "mixer"),

@@ -58,6 +58,12 @@ IMAGES = "images refused"
 ROWS = [
     Row("Llama 2, 3.x", "llama", ("Llama",), tools="`llama3_json`"),
     Row(
+        "InternLM 3, IQuest-Coder",
+        "llama",
+        ("InternLM3", "IQuestCoder"),
+        limits="no tools; rope of the type `dynamic` up to `max_position_embeddings`",
+    ),
+    Row(
         "Mistral, Ministral",
         "mistral",
         ("Mistral", "Ministral"),
@@ -69,10 +75,10 @@ ROWS = [
     Row("Ministral 3", "ministral3", ("Ministral3",), tools="`mistral_v11`", reasoning="`[THINK]`"),
     Row("Seed-OSS", "seed-oss", ("SeedOss",), tools="`seed_oss`", reasoning="`<seed:think>`"),
     Row(
-        "Qwen 2, 2.5, 2.5 VL",
+        "Qwen 2, 2 VL, 2.5, 2.5 VL",
         "qwen2",
         ("Qwen2",),
-        sees=("Qwen2_5_VL",),
+        sees=("Qwen2VL", "Qwen2_5_VL"),
         tools="`hermes`",
         limits=IMAGES,
     ),
@@ -156,6 +162,14 @@ ROWS = [
     Row("OLMo 3", "olmo3", ("Olmo3",), tools="`olmo3`", reasoning=THINK),
     Row("EXAONE 4", "exaone4", ("Exaone4",), tools="`hermes`", reasoning=THINK),
     Row(
+        "K-EXAONE (EXAONE MoE)",
+        "exaone-moe",
+        ("ExaoneMoe", "ExaoneMoE"),
+        tools="`hermes`",
+        reasoning=THINK,
+        limits="the head that drafts tokens is not served",
+    ),
+    Row(
         "Hunyuan dense",
         "hunyuan",
         ("HunYuanDenseV1",),
@@ -176,6 +190,13 @@ ROWS = [
     ),
     Row("Granite SWA", "granite-swa", ("GraniteSWA",), limits="no tools"),
     Row("Granite 3 MoE", "granite-moe", ("GraniteMoe",), tools="`granite`"),
+    Row(
+        "Granite MoE with a shared MLP",
+        "granite-moe-shared",
+        ("GraniteMoeShared",),
+        limits="no tools",
+    ),
+    Row("Granite SWA MoE", "granite-moe-swa", ("GraniteMoeSWA",), limits="no tools"),
     Row(
         "Granite 4",
         "granite4",
@@ -237,6 +258,13 @@ ROWS = [
         tools="`mistral_v11`",
         reasoning="`[THINK]`",
         limits="images refused where it is the text part of `Mistral3ForConditionalGeneration`",
+    ),
+    Row("Youtu-LLM", "youtu", ("Youtu",), reasoning=THINK, limits="no tools"),
+    Row(
+        "HyperCLOVA X SEED Think",
+        "hyperclovax",
+        ("HyperCLOVAX",),
+        limits="no tools; no `use_post_norm` false",
     ),
     Row("dots.llm1", "dots1", ("Dots1",), limits="no tools"),
     Row(

@@ -60,13 +60,25 @@ class LayerBuilder:
             sinks_of(layer) in w.vectors,
         )
 
-    def norm(self, name: str, eps: float | None = None) -> RowNorm:
-        """The norm of this name. `eps`: None for the model's epsilon."""
+    def norm(self, name: str, eps: float | None = None, factor: float = 1.0) -> RowNorm:
+        """The norm of this name. `eps`: None for the model's epsilon. `factor`: what its output is
+        multiplied by."""
         index, config = self.weights.table.norms_by_name[name].index, self.config
         eps = config.norm_eps if eps is None else eps
-        weight_I = with_offset(self.weights.norms[name], config.norm_offset)
+        weight_I = with_offset(self.weights.norms[name], config.norm_offset, factor)
         offset, centered = config.norm_offset, config.centered_norms
-        return RowNorm(weight_I, eps, index, self.ops, self.ranks, offset, centered)
+        return RowNorm(weight_I, eps, index, self.ops, self.ranks, offset, centered, factor)
+
+    def norms_of(self, layer: int) -> list[RowNorm]:
+        """The norms around attention and MLP, in the order of their use. Those whose output is
+        added to the residual stream include the factor of what is added."""
+        config, names = self.config, self.config.norm_names
+        after = {"post": names, "both": names[1::2]}.get(config.blocks, ())
+        factors = (config.scales.residual if name in after else 1.0 for name in names)
+        return [
+            self.norm(f"model.layers.{layer}.{name}", factor=factor)
+            for name, factor in zip(names, factors, strict=True)
+        ]
 
     def qk_norm(self, layer: int) -> HeadNorm | WidthNorm | RotatedNorm | None:
         """The norms over q and k, if the model has them."""

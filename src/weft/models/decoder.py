@@ -63,8 +63,8 @@ class Decoder:
         layers = range(config.num_layers)
         self._sorts = [parts.sort(i) for i in layers]
         self._layers = [_layer(parts, i) for i in layers]
-        names = [f"model.layers.{i}.{name}" for i in layers for name in config.norm_names]
-        self._norms = [parts.norm(name) for name in (*names, config.names.last_norm)]
+        of_layers = (norm for i in layers for norm in parts.norms_of(i))
+        self._norms = [*of_layers, parts.norm(config.names.last_norm)]
         """The norms of all layers, in the order of their use, and the last norm."""
         self._head = Head(weights.head, parts.group(HEAD), ranks, weights.deterministic)
         ropes = [(rope, config.rope_dim(i)) for i, rope in enumerate(config.ropes)]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from weft.core.errors import ConfigError
-from weft.models import mixtures
+from weft.models import granite_config, mixtures
 from weft.models.family import (
     FUSED_MLP_NAMES,
     UNGATED_MLP_NAMES,
@@ -17,23 +17,21 @@ from weft.models.family import (
     PartNames,
     RopeParameters,
     Scales,
+    biased,
 )
 from weft.models.gemma4_config import GEMMA4, gemma_scales
-from weft.models.latent_config import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4
+from weft.models.latent_config import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4, YOUTU
 from weft.models.layer_types import (
     attention_types,
-    layer_types,
     linear_layers,
+    no_windows,
     one_window_by_type,
     rope_by_type,
+    windows_but_linear,
 )
 from weft.models.lfm2_config import LFM2, lfm2_mlp_width
 from weft.models.nemotron_h_config import NEMOTRON_H
 from weft.models.state_config import LinearConfig
-
-
-def _no_windows(hf: Any) -> tuple[int | None, ...]:
-    return (None,) * int(hf.num_hidden_layers)
 
 
 def _one_window(hf: Any) -> tuple[int | None, ...]:
@@ -73,62 +71,6 @@ def _qwen3_5(hf: Any) -> LinearConfig | None:
 def _qwen3_next(hf: Any) -> LinearConfig | None:
     linear = _qwen3_5(hf)
     return linear and replace(linear, by_key_head=True)
-
-
-def _windows_but_linear(hf: Any) -> tuple[int | None, ...]:
-    return (None,) * len(layer_types(hf, "full_attention", "linear_attention"))
-
-
-def _granite_scales(hf: Any) -> Scales:
-    if not hf.logits_scaling:
-        raise ConfigError(f"logits_scaling must not be {hf.logits_scaling}", "logits_scaling")
-    return Scales(
-        embedding=float(hf.embedding_multiplier),
-        residual=float(hf.residual_multiplier),
-        attention=float(hf.attention_multiplier),
-        logits=float(hf.logits_scaling),
-    )
-
-
-def _granite_swa_ropes(hf: Any) -> tuple[RopeParameters | None, ...]:
-    thetas, num = hf.layer_rope_theta, hf.num_hidden_layers
-    if len(thetas) != num:
-        message = f"layer_rope_theta must be {num} numbers, one for each layer, got {len(thetas)}"
-        raise ConfigError(message, "layer_rope_theta")
-    ropes = ({**hf.rope_parameters, "rope_theta": theta} if theta else None for theta in thetas)
-    return tuple(ropes)
-
-
-def _granite4_mamba(hf: Any) -> LinearConfig | None:
-    layers = linear_layers(hf)
-    if layers is None:
-        return None
-    return LinearConfig(
-        layers=layers,
-        num_keys=hf.mamba_n_groups,
-        num_values=hf.mamba_n_heads,
-        key_dim=hf.mamba_d_state,
-        value_dim=hf.mamba_d_head,
-        conv_width=hf.mamba_d_conv,
-        mamba=True,
-        conv_bias=bool(hf.mamba_conv_bias),
-        projection_bias=bool(hf.mamba_proj_bias),
-        name="mamba",
-        fields=("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head"),
-    )
-
-
-def _granite4_ropes(hf: Any) -> tuple[RopeParameters | None, ...]:
-    rope = hf.rope_parameters if hf.position_embedding_type == "rope" else None
-    return (rope,) * int(hf.num_hidden_layers)
-
-
-def _granite4_mlp_width(hf: Any) -> int:
-    width: int = hf.shared_intermediate_size
-    if width < 1:
-        message = f"shared_intermediate_size must be at least 1, got {width}"
-        raise ConfigError(message, "shared_intermediate_size")
-    return width
 
 
 def _gemma3_scales(hf: Any) -> Scales:
@@ -209,16 +151,23 @@ def _cohere_scales(hf: Any) -> Scales:
     return Scales(logits=1 / hf.logit_scale)
 
 
-_biased = partial(Family, attention_bias="attention_bias", attention_out_bias="attention_bias")
-"""Makes a family with one field that says whether q, k, v and o have biases."""
-
+_LLAMA = biased("llama", no_windows, mlp_bias="mlp_bias")
+_INTERNLM3 = replace(_LLAMA, model_type="internlm3")
+_IQUEST_CODER = replace(_LLAMA, model_type="iquestcoder")
 _MISTRAL = Family("mistral", _one_window)
 _MINISTRAL3 = Family("ministral3", _one_window, query_growth=True)
 _QWEN2 = Family("qwen2", _layer_windows, attention_bias=True)
-_QWEN3_VL = _biased("qwen3_vl_text", _no_windows, qk_norm="head", text_of="qwen3_vl")
-_GEMMA = _biased(
+_QWEN3_VL = biased("qwen3_vl_text", no_windows, qk_norm="head", text_of="qwen3_vl")
+_EXAONE_MOE = Family(
+    "exaone_moe",
+    one_window_by_type,
+    qk_norm="head",
+    ropes=_rope_in_windows,
+    moe=mixtures.exaone_moe,
+)
+_GEMMA = biased(
     "gemma",
-    partial(_gemma_windows, windows=_no_windows),
+    partial(_gemma_windows, windows=no_windows),
     scales=partial(gemma_scales, attention=None),
     activation="gelu_tanh",
     norm_offset=1.0,
@@ -240,9 +189,9 @@ _GEMMA3 = replace(
     scales=_gemma3_scales,
 )
 
-_QWEN3_5 = _biased(
+_QWEN3_5 = biased(
     "qwen3_5_text",
-    _windows_but_linear,
+    windows_but_linear,
     qk_norm="head",
     partial_rotary=True,
     linear=_qwen3_5,
@@ -256,13 +205,15 @@ _QWEN3_NEXT = replace(
 )
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": _biased("llama", _no_windows, mlp_bias="mlp_bias"),
-    "ArceeForCausalLM": _biased(
-        "arcee", _no_windows, mlp_bias="mlp_bias", mlp_names=UNGATED_MLP_NAMES, activation="relu2"
+    "LlamaForCausalLM": _LLAMA,
+    "InternLM3ForCausalLM": _INTERNLM3,
+    "IQuestCoderForCausalLM": _IQUEST_CODER,
+    "ArceeForCausalLM": biased(
+        "arcee", no_windows, mlp_bias="mlp_bias", mlp_names=UNGATED_MLP_NAMES, activation="relu2"
     ),
     "SeedOssForCausalLM": Family(
         "seed_oss",
-        _no_windows,
+        no_windows,
         attention_bias="attention_bias",
         attention_out_bias="attention_out_bias",
         mlp_bias="mlp_bias",
@@ -271,41 +222,42 @@ FAMILIES: dict[str, Family] = {
     "MinistralForCausalLM": Family("ministral", one_window_by_type),
     "Ministral3ForCausalLM": _MINISTRAL3,
     "Qwen2ForCausalLM": _QWEN2,
+    "Qwen2VLForConditionalGeneration": replace(
+        _QWEN2, model_type="qwen2_vl_text", text_of="qwen2_vl"
+    ),
     "Qwen2_5_VLForConditionalGeneration": replace(
         _QWEN2, model_type="qwen2_5_vl_text", text_of="qwen2_5_vl"
     ),
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe", _layer_windows, attention_bias="qkv_bias", moe=mixtures.qwen3_next_moe
     ),
-    "Qwen3ForCausalLM": _biased("qwen3", _layer_windows, qk_norm="head"),
-    "Qwen3MoeForCausalLM": _biased(
-        "qwen3_moe", _one_window, qk_norm="head", moe=mixtures.qwen3_moe
-    ),
+    "Qwen3ForCausalLM": biased("qwen3", _layer_windows, qk_norm="head"),
+    "Qwen3MoeForCausalLM": biased("qwen3_moe", _one_window, qk_norm="head", moe=mixtures.qwen3_moe),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": replace(
         _QWEN3_VL, model_type="qwen3_vl_moe_text", text_of="qwen3_vl_moe", moe=mixtures.qwen3_vl_moe
     ),
     "MixtralForCausalLM": Family("mixtral", _one_window, moe=mixtures.mixtral),
     "MiniMaxM2ForCausalLM": Family(
-        "minimax_m2", _no_windows, qk_norm="width", partial_rotary=True, moe=mixtures.minimax_m2
+        "minimax_m2", no_windows, qk_norm="width", partial_rotary=True, moe=mixtures.minimax_m2
     ),
     "Phi3ForCausalLM": Family(
         "phi3", _one_window, fused_qkv=True, mlp_names=FUSED_MLP_NAMES, partial_rotary=True
     ),
-    "Olmo2ForCausalLM": _biased("olmo2", _no_windows, qk_norm="width", blocks="post"),
-    "Olmo3ForCausalLM": _biased(
+    "Olmo2ForCausalLM": biased("olmo2", no_windows, qk_norm="width", blocks="post"),
+    "Olmo3ForCausalLM": biased(
         "olmo3", one_window_by_type, qk_norm="width", blocks="post", ropes=rope_by_type
     ),
-    "HunYuanDenseV1ForCausalLM": _biased(
+    "HunYuanDenseV1ForCausalLM": biased(
         "hunyuan_v1_dense",
-        _no_windows,
+        no_windows,
         qk_norm="rotated",
         names=PartNames(qk_norms=("query_layernorm", "key_layernorm")),
         ropes=_hunyuan_ropes,
     ),
     "Ernie4_5ForCausalLM": Family(
         "ernie4_5",
-        _no_windows,
+        no_windows,
         attention_bias="use_bias",
         attention_out_bias="use_bias",
         mlp_bias="use_bias",
@@ -315,40 +267,25 @@ FAMILIES: dict[str, Family] = {
     "Exaone4ForCausalLM": Family(
         "exaone4", one_window_by_type, qk_norm="head", blocks="post", ropes=_exaone4_ropes
     ),
-    "OlmoeForCausalLM": _biased("olmoe", _no_windows, qk_norm="width", moe=mixtures.olmoe),
-    "SmolLM3ForCausalLM": _biased(
+    "ExaoneMoeForCausalLM": _EXAONE_MOE,
+    "ExaoneMoEForCausalLM": _EXAONE_MOE,
+    "OlmoeForCausalLM": biased("olmoe", no_windows, qk_norm="width", moe=mixtures.olmoe),
+    "SmolLM3ForCausalLM": biased(
         "smollm3", one_window_by_type, mlp_bias="mlp_bias", ropes=_rope_or_none
     ),
-    "GraniteForCausalLM": _biased(
-        "granite", _no_windows, mlp_bias="mlp_bias", scales=_granite_scales
-    ),
-    "GraniteMoeForCausalLM": _biased(
-        "granitemoe", _no_windows, scales=_granite_scales, moe=mixtures.granite_moe
-    ),
-    "GraniteSWAForCausalLM": _biased(
-        "granite_swa",
-        one_window_by_type,
-        mlp_bias="mlp_bias",
-        ropes=_granite_swa_ropes,
-        scales=_granite_scales,
-        sinks=True,
-    ),
-    "GraniteMoeHybridForCausalLM": _biased(
-        "granitemoehybrid",
-        _windows_but_linear,
-        mlp_names=("shared_mlp.input_linear", "shared_mlp.output_linear"),
-        mlp_width=_granite4_mlp_width,
-        ropes=_granite4_ropes,
-        linear=_granite4_mamba,
-        moe=mixtures.granite4_moe,
-        scales=_granite_scales,
-    ),
+    "GraniteForCausalLM": granite_config.GRANITE,
+    "GraniteSWAForCausalLM": granite_config.GRANITE_SWA,
+    "GraniteMoeForCausalLM": granite_config.GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": granite_config.GRANITE_MOE_SHARED,
+    "GraniteMoeSWAForCausalLM": granite_config.GRANITE_MOE_SWA,
+    "GraniteMoeHybridForCausalLM": granite_config.GRANITE4,
+    "HyperCLOVAXForCausalLM": granite_config.HYPERCLOVAX,
     "Lfm2ForCausalLM": replace(LFM2, model_type="lfm2", mlp_width=lfm2_mlp_width),
     "Lfm2MoeForCausalLM": replace(LFM2, moe=mixtures.lfm2_moe),
     "NemotronHForCausalLM": NEMOTRON_H,
     "GlmForCausalLM": Family(
         "glm",
-        _no_windows,
+        no_windows,
         attention_bias="attention_bias",
         mlp_names=FUSED_MLP_NAMES,
         partial_rotary=True,
@@ -356,7 +293,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Glm4ForCausalLM": Family(
         "glm4",
-        _no_windows,
+        no_windows,
         attention_bias="attention_bias",
         mlp_names=FUSED_MLP_NAMES,
         blocks="both",
@@ -371,7 +308,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
-        _no_windows,
+        no_windows,
         attention_bias="attention_bias",
         qk_norm="head",
         qk_norm_if="use_qk_norm",
@@ -382,14 +319,15 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "Mistral4ForCausalLM": MISTRAL4,
-    "Dots1ForCausalLM": _biased("dots1", one_window_by_type, qk_norm="head", moe=mixtures.glm4_moe),
+    "YoutuForCausalLM": YOUTU,
+    "Dots1ForCausalLM": biased("dots1", one_window_by_type, qk_norm="head", moe=mixtures.glm4_moe),
     "SolarOpenForCausalLM": Family(
-        "solar_open", _no_windows, attention_bias="attention_bias", moe=mixtures.routed
+        "solar_open", no_windows, attention_bias="attention_bias", moe=mixtures.routed
     ),
     "Ernie4_5_MoeForCausalLM": Family(
-        "ernie4_5_moe", _no_windows, interleaved_rope=True, moe=mixtures.ernie4_5_moe
+        "ernie4_5_moe", no_windows, interleaved_rope=True, moe=mixtures.ernie4_5_moe
     ),
-    "Cohere2ForCausalLM": _biased(
+    "Cohere2ForCausalLM": biased(
         "cohere2",
         one_window_by_type,
         blocks="parallel",
@@ -399,7 +337,7 @@ FAMILIES: dict[str, Family] = {
         centered_norms=True,
         norm_eps="layer_norm_eps",
     ),
-    "GptOssForCausalLM": _biased(
+    "GptOssForCausalLM": biased(
         "gpt_oss", one_window_by_type, moe=mixtures.gpt_oss, sinks=True, mxfp4=True
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
@@ -417,19 +355,20 @@ FAMILIES: dict[str, Family] = {
 }
 """By architecture; see `family_of` for architectures of several families."""
 
-OTHER_TEXT = {
+OTHERS = {
+    "LlamaForCausalLM": (_INTERNLM3, _IQUEST_CODER),
     "Mistral3ForConditionalGeneration": tuple(
         replace(family, text_of="mistral3", tied_by_text=True) for family in (_MINISTRAL3, MISTRAL4)
-    )
+    ),
 }
-"""Further families of architectures whose checkpoints may hold other text models."""
+"""Further families of architectures, which the type of the model tells apart, or that of its text
+part."""
 
 
 def family_of(architecture: str, raw: Mapping[str, Any]) -> Family:
     """The family of a served architecture and the configuration in its checkpoint's file."""
-    text = raw.get("text_config")
-    stated = text.get("model_type") if isinstance(text, dict) else None
-    for family in OTHER_TEXT.get(architecture, ()):
-        if family.model_type == stated:
+    for family in OTHERS.get(architecture, ()):
+        own = raw.get("text_config") if family.text_of else raw
+        if isinstance(own, Mapping) and own.get("model_type") == family.model_type:
             return family
     return FAMILIES[architecture]

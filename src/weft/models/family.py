@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from weft.core.errors import ConfigError
@@ -275,3 +276,7 @@ class Family:
     then its `text_config`."""
     tied_by_text: bool = False
     """Whether the text part says if embedding and head are tied; else the larger model does."""
+
+
+biased = partial(Family, attention_bias="attention_bias", attention_out_bias="attention_bias")
+"""Makes a family with one field that says whether q, k, v and o have biases."""

@@ -1,5 +1,4 @@
-"""Multi-head latent attention, as in DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash
-and Mistral Small 4.
+"""Multi-head latent attention, as in DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash and Mistral 4.
 
 The keys and values of a token are projections of one short vector, its latent c: a head's key is
 W_K c, and its value is W_V c. All heads also share one rotated key k_r. The cache holds only c and
@@ -71,6 +70,8 @@ class LatentLayer:
         if self._q_norm is not None:
             x_TI = self._q_norm(a_TO[:, : shape.query_rank].contiguous(), step)
         q_THD = self._q(x_TI, step).whole().view(num_rows, self._num_heads, -1)
+        if rope.query_T11 is not None:
+            q_THD = q_THD * rope.query_T11
         q_THN, q_THR = q_THD.split_with_sizes((shape.key_dim, shape.rope_dim), 2)
         q_THW = q_THD.new_empty(num_rows, self._num_heads, shape.width)
         q_THL = q_THW[..., : shape.rank]

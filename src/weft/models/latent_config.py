@@ -8,7 +8,8 @@ from typing import Any
 
 from weft.core.errors import ConfigError
 from weft.models import mixtures
-from weft.models.family import Family, RopeParameters, Scales
+from weft.models.family import RopeParameters, Scales, biased
+from weft.models.layer_types import no_windows
 from weft.models.state_config import LatentConfig
 
 
@@ -58,11 +59,9 @@ def _share_as_whole(hf: Any) -> tuple[RopeParameters | None, ...]:
     return ({**stated, "partial_rotary_factor": 1.0},) * int(hf.num_hidden_layers)
 
 
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = biased(
     "deepseek_v3",
-    lambda hf: (None,) * int(hf.num_hidden_layers),
-    attention_bias="attention_bias",
-    attention_out_bias="attention_bias",
+    no_windows,
     interleaved_rope="rope_interleave",
     latent=_latent,
     scales=_latent_scales,
@@ -87,3 +86,4 @@ MISTRAL4 = replace(
     moe=mixtures.mistral4_moe,
     other_types=(),
 )
+YOUTU = replace(DEEPSEEK_V3, model_type="youtu", moe=lambda hf: None, other_types=())

@@ -8,12 +8,21 @@ from weft.core.errors import ConfigError
 from weft.models.family import RopeParameters
 
 
+def no_windows(hf: Any) -> tuple[int | None, ...]:
+    return (None,) * int(hf.num_hidden_layers)
+
+
 def one_window_by_type(hf: Any) -> tuple[int | None, ...]:
     """The window of each layer, None where its type says that it has none."""
     types = attention_types(hf)
     if hf.sliding_window is None and "sliding_attention" in types:
         raise ConfigError("layer_types name sliding_attention without a window", "sliding_window")
     return tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in types)
+
+
+def windows_but_linear(hf: Any) -> tuple[int | None, ...]:
+    """No windows, in layers of full and of linear attention."""
+    return (None,) * len(layer_types(hf, "full_attention", "linear_attention"))
 
 
 def layer_types(hf: Any, *known: str) -> list[str]:

@@ -40,9 +40,10 @@ class StepContext:
     """Whether an adapter of the step may change experts."""
 
 
-def with_offset(weight: Tensor, offset: float) -> Tensor:
-    """The weights of a norm plus `offset`, in fp32; unchanged if the offset is 0."""
-    return weight.float() + offset if offset else weight
+def with_offset(weight: Tensor, offset: float, factor: float = 1.0) -> Tensor:
+    """The weights of a norm plus `offset`, times `factor`, in fp32; the same tensor if they would
+    not change."""
+    return weight if not offset and factor == 1 else (weight.float() + offset) * factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class RowNorm:
     """The norm of rows, in which an adapter may have weights of its own for its rows."""
 
     weight_I: Tensor
-    """The weights, including the offset."""
+    """The weights, including offset and factor."""
     eps: float
     index: int
     """Its number in the model's TargetTable."""
@@ -60,6 +61,8 @@ class RowNorm:
     """What is added to an adapter's weights."""
     centered: bool = False
     """Whether it is a LayerNorm without a bias; else it is an RMS norm."""
+    factor: float = 1.0
+    """What an adapter's weights are multiplied by."""
 
     def __call__(
         self,
@@ -80,7 +83,7 @@ class RowNorm:
             )
         if step.norms is not None:
             for start, stop, own_I in step.norms.of(self.index):
-                weight_I = with_offset(own_I, self.offset)
+                weight_I = with_offset(own_I, self.offset, self.factor)
                 y_TI[start:stop] = self.ops.rms_norm(
                     x_TI[start:stop], weight_I, self.eps, centered=self.centered
                 )

@@ -61,18 +61,23 @@ def glm4_moe(hf: Any) -> MoeConfig | None:
     return routed(hf, hf.first_k_dense_replace)
 
 
-def routed(hf: Any, num_dense: int = 0) -> MoeConfig | None:
-    """Experts in all layers but the first `num_dense`, chosen by corrected sigmoids."""
+def routed(
+    hf: Any,
+    num_dense: int = 0,
+    experts: str = "n_routed_experts",
+    shared: str = "n_shared_experts",
+) -> MoeConfig | None:
+    """Experts in all layers but the first `num_dense`, chosen by corrected sigmoids. `experts` and
+    `shared`: the fields with their numbers."""
     layers = tuple(i >= num_dense for i in range(hf.num_hidden_layers))
     if not any(layers):
         return None
-    counts = "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group"
-    check_counts(hf, 1, *counts)
+    check_counts(hf, 1, experts, "num_experts_per_tok", shared, "n_group", "topk_group")
     return _mixture(
-        *(hf, hf.n_routed_experts, hf.moe_intermediate_size, hf.norm_topk_prob),
+        *(hf, getattr(hf, experts), hf.moe_intermediate_size, hf.norm_topk_prob),
         round_weights=False,
         layers=layers,
-        shared_size=hf.moe_intermediate_size * hf.n_shared_experts,
+        shared_size=hf.moe_intermediate_size * getattr(hf, shared),
         shared_gated=False,
         exact_router=True,
         sigmoid=True,
@@ -128,16 +133,25 @@ def deepseek_v2_moe(hf: Any) -> MoeConfig | None:
 
 
 def glm4_moe_lite(hf: Any) -> MoeConfig | None:
+    return _in_sparse_layers(hf, routed(hf))
+
+
+def exaone_moe(hf: Any) -> MoeConfig | None:
+    every = routed(hf, 0, "num_experts", "num_shared_experts")
+    moe = _in_sparse_layers(hf, every)
+    return moe and replace(moe, correction="e_score_correction_bias")
+
+
+def _in_sparse_layers(hf: Any, every: MoeConfig | None) -> MoeConfig | None:
+    """The mixture in the layers that `mlp_layer_types` names, whose experts are chosen by corrected
+    sigmoids."""
     _check_stated(hf, _CORRECTED)
     types, num = hf.mlp_layer_types, hf.num_hidden_layers
     if len(types) != num or not set(types) <= {"dense", "sparse"}:
         message = f"mlp_layer_types must name dense or sparse for each of the {num} layers"
         raise ConfigError(f"{message}, got {types!r:.200}", "mlp_layer_types")
     layers = tuple(kind == "sparse" for kind in types)
-    if not any(layers):
-        return None
-    every = routed(hf)
-    return every and replace(every, layers=layers)
+    return replace(every, layers=layers) if every and any(layers) else None
 
 
 def _check_stated(hf: Any, only: Mapping[str, object]) -> None:
@@ -199,6 +213,10 @@ def granite_moe(hf: Any) -> MoeConfig:
             ("experts.down_proj", "output_linear.weight"),
         ),
     )
+
+
+def granite_moe_shared(hf: Any) -> MoeConfig:
+    return replace(granite_moe(hf), beside_mlp=hf.shared_intermediate_size > 0)
 
 
 def granite4_moe(hf: Any) -> MoeConfig | None:

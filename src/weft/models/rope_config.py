@@ -12,7 +12,7 @@ from weft.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional", "dynamic"]
 _ORIGINAL, _MSCALES = "original_max_position_embeddings", ("mscale", "mscale_all_dim")
 
 
@@ -127,6 +127,8 @@ def read_rope(
     if kind == "yarn":
         # transformers takes 0 for the default of these fields.
         read = {k: v for k, v in read.items() if v or not k.startswith("beta_")}
+    if kind == "dynamic":  # it stretches contexts beyond the model's own limit alone
+        kind, read = "default", {}
     theta = float(p["rope_theta"])
     return RopeConfig(theta, kind, partial_rotary_factor=share, interleaved=interleaved, **read)
 
@@ -151,6 +153,7 @@ _FIELDS: dict[RopeType, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "proportional": ((), ("factor",)),
     "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), ()),
     "yarn": (
         (_ORIGINAL,),
