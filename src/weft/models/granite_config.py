@@ -99,6 +99,7 @@ GRANITE_MOE_SWA = replace(
     model_type="granitemoe_swa",
     windows=one_window_by_type,
     ropes=_swa_ropes,
+    moe=mixtures.granite_moe_swa,
     sinks=True,
 )
 GRANITE4 = biased(

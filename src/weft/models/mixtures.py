@@ -219,6 +219,10 @@ def granite_moe_shared(hf: Any) -> MoeConfig:
     return replace(granite_moe(hf), beside_mlp=hf.shared_intermediate_size > 0)
 
 
+def granite_moe_swa(hf: Any) -> MoeConfig:
+    return replace(granite_moe_shared(hf), stored_names=())
+
+
 def granite4_moe(hf: Any) -> MoeConfig | None:
     if hf.num_local_experts == 0:
         return None
