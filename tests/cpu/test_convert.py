@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,10 @@ def test_ia3_of_what_is_squared_scales_by_roots() -> None:
     with pytest.raises(AdapterInvalid) as caught:
         convert(config, table, tensors | {f"{DOWN0}.ia3_l": -squared})
     assert caught.value.param == f"{DOWN0}.ia3_l"
+    of_no_power = build_table([replace(up, degree=0), down])
+    with pytest.raises(AdapterInvalid, match="its input can't be scaled") as caught:
+        convert(config, of_no_power, tensors)
+    assert caught.value.param == "feedforward_modules"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -15,6 +15,7 @@ import torch
 from adapter_kinds import auto_class
 from safetensors.torch import load_file, save_file
 from transformers import (
+    ApertusConfig,
     ArceeConfig,
     Cohere2Config,
     CwmConfig,
@@ -199,6 +200,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "arcee": ArceeConfig(**SIZES, **YARN, head_dim=12),
     "arcee-tied-bias": ArceeConfig(
         **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "apertus": ApertusConfig(**SIZES, head_dim=12),
+    "apertus-tied-bias": ApertusConfig(
+        **SIZES, **YARN, attention_bias=True, tie_word_embeddings=True
     ),
     "seed-oss": SeedOssConfig(**SIZES, head_dim=12),
     "seed-oss-other-biases-tied": SeedOssConfig(
@@ -901,7 +906,7 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
-        elif name.endswith("sinks"):
+        elif name.endswith(("sinks", "alpha_p", "alpha_n")):
             torch.nn.init.normal_(parameter, std=2.0)
         elif "norm" in name or name.endswith("scale"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -990,6 +995,7 @@ AGAIN = {
     "ernie4.5-untied-bias",
     "cwm-tied-bias",
     "arcee-tied-bias",
+    "apertus-tied-bias",
     "granite-swa-untied-bias",
     "hyperclovax-tied-bias",
     "youtu-untied-bias",
@@ -1010,7 +1016,7 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "5GB")
     assert (tmp_path / "model.safetensors.index.json").exists() == sharded
     config, weights, decoder = load(tmp_path)
-    ours = ("layer_scalar", "correction_bias", "expert_bias")
+    ours = ("layer_scalar", "correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps")
     scalars = sum(b.numel() for name, b in model.named_buffers() if name.endswith(ours))
     seeing = sum(p.numel() for name, p in model.named_parameters() if ".visual." in name)
     assert num_parameters(weights.table) == model.num_parameters() - seeing + scalars
@@ -1194,6 +1200,12 @@ def test_every_field_is_read_or_without_effect_or_at_its_default(
                 "use_routing_bias": True,
             },
             {"scoring_func": "softmax"},
+        ),
+        (
+            "ApertusForCausalLM",
+            "apertus",
+            {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+            {"qk_norm": False},
         ),
         (
             "Cohere2ForCausalLM",
@@ -1587,14 +1599,13 @@ def test_layer_types_that_disagree_are_refused(
         ("mistral4", "rope_parameters", {**GROWING["rope_parameters"], **PARTLY}),
         ("glm4-moe-lite", "mlp_layer_types", ["sparse"] * 2),
         ("glm4-moe-lite", "topk_method", "greedy"),
-        ("exaone-moe", "mlp_layer_types", ["sparse"] * 3),
         ("exaone-moe", "num_shared_experts", 0),
         ("exaone-moe", "scoring_func", "softmax"),
         ("granite-moe-shared", "shared_intermediate_size", -1),
         ("granite-moe-swa", "layer_rope_theta", [1.0]),
         ("hyperclovax", "logits_scaling", 0.0),
         ("hyperclovax", "use_post_norm", False),
-        ("internlm3-dynamic", "rope_parameters", rope("dynamic")["rope_parameters"]),
+        ("apertus", "hidden_act", "silu"),
         ("ernie4.5-moe", "use_bias", True),
         ("ernie4.5-moe", "moe_layer_interval", 0),
         ("ernie4.5-moe", "moe_num_shared_experts", -1),

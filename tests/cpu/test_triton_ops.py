@@ -28,6 +28,7 @@ from weft.kernels.ops import (
     Pending,
     Product,
     Rope,
+    Xielu,
     reference_activate_and_mul,
     reference_rms_norm,
 )
@@ -208,7 +209,7 @@ def test_norm_and_activation_match_their_oracles(
         torch.testing.assert_close(same, want_added, **tolerance)
         want = want_added if before is None else reference_rms_norm(want_added, before, 1e-6)
         torch.testing.assert_close(got, want, **tolerance)
-    for activation in ("silu", ClampedSwiglu(1.7, 0.5), "relu2"):
+    for activation in ("silu", ClampedSwiglu(1.7, 0.5), "relu2", Xielu(0.7, 1.3, 0.5, -1e-6)):
         want = reference_activate_and_mul(x, activation)
         torch.testing.assert_close(ops.activate_and_mul(Product(x), activation), want, **tolerance)
     want = reference_activate_and_mul(torch.cat((x, delta), 1), "gelu_tanh")

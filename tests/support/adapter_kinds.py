@@ -26,6 +26,7 @@ from peft import (
 from safetensors.torch import load_file, save_file
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    ApertusConfig,
     ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -131,6 +132,11 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, sliding_window=24),
     "arcee": ArceeConfig(**SIZES | {"eos_token_id": []}, mlp_bias=True),
+    "apertus": ApertusConfig(
+        **SIZES,
+        head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+    ),
     "ministral3": Ministral3Config(
         **SIZES,
         pad_token_id=None,
@@ -511,6 +517,7 @@ UNTIED = (
         "cwm",
         "arcee",
         "hyperclovax",
+        "apertus",
         "qwen3.5",
     ),
     *MIXTURES,
@@ -518,7 +525,7 @@ UNTIED = (
 NEWER = (
     *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
     *("cohere2", "seed-oss", "exaone4", "hunyuan", "ernie4.5", "cwm", "granite-swa"),
-    *("arcee", "hyperclovax", "youtu", "qwen3.5", "lfm2"),
+    *("arcee", "hyperclovax", "youtu", "apertus", "qwen3.5", "lfm2"),
 )
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "deepseek-v3")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;
@@ -566,7 +573,7 @@ class Kind:
         peft has no DoRA of experts, Phi-3 has one projection for q, k and v, and one for gate and
         up, as GLM-4 and Granite 4 have, LFM2 has names of its own, and the norm of linear attention
         is none of those that can be saved. Attention to latents has one projection to keys and
-        values, which no aLoRA can change."""
+        values, which no aLoRA can change. The input of Apertus' down_proj can't be scaled."""
         options = dict(self.options)
         if family in LINEAR:
             if (
@@ -596,7 +603,7 @@ class Kind:
         no_mlp = family in ONLY_EXPERTS or (family in MIXTURES and options.get("use_dora"))
         if no_mlp and isinstance(targets, list) and targets:
             options["target_modules"] = [t for t in targets if t not in MLP] or ATTENTION
-        if family in ONLY_EXPERTS and "feedforward_modules" in options:
+        if (family in ONLY_EXPERTS or family == "apertus") and "feedforward_modules" in options:
             options["feedforward_modules"] = []
         return options
 
@@ -804,7 +811,7 @@ def make_base(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
-        elif name.endswith("sinks"):
+        elif name.endswith(("sinks", "alpha_p", "alpha_n")):
             torch.nn.init.normal_(parameter, std=2.0)
         elif "norm" in name or name.endswith("scale"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

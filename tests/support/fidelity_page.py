@@ -32,7 +32,7 @@ NAMES = dict(
             ),
             *("Granite 3", "Gemma 1", "Gemma 2", "Gemma 3", "Gemma 4", "GLM 4"),
             *("Cohere 2", "Seed-OSS", "EXAONE 4", "Hunyuan", "ERNIE 4.5", "CWM"),
-            *("Granite SWA", "Arcee", "HyperCLOVA X", "Youtu", "Qwen 3.5", "LFM2"),
+            *("Granite SWA", "Arcee", "HyperCLOVA X", "Youtu", "Apertus", "Qwen 3.5", "LFM2"),
             *("Qwen 3 MoE", "Qwen 3.5 MoE", "Qwen 3 Next", "Qwen 2 MoE", "OLMoE"),
             *("GLM 4 MoE", "Gemma 4 MoE"),
             *("Granite 4", "gpt-oss", "Mixtral", "MiniMax M2", "dots.llm1", "Solar Open"),
@@ -66,7 +66,8 @@ FAMILIES = """\
 - In the last 24, the mixtures of experts, these kinds apply to attention, dense layers and
   shared experts. Experts have rows of their own.
 - In Phi 3, q, k and v are one projection, and so are gate and up; in GLM 4, Granite 4
-  and Granite's mixtures with a shared MLP, only gate and up are. Arcee and Nemotron-H have no gate.
+  and Granite's mixtures with a shared MLP, only gate and up are. Arcee,
+  Apertus and Nemotron-H have no gate.
 - In Qwen 3.5, its mixture and Qwen 3 Next, the kinds apply to linear attention too, in Granite 4
   and Nemotron-H to Mamba layers, and in LFM2 and its mixture to the projections of short
   convolutions.
@@ -76,7 +77,7 @@ FAMILIES = """\
 - `bias` applies to the biases that Qwen 2, its mixture, GLM 4, Seed-OSS, ERNIE 4.5 and Arcee have.
   Those of gpt-oss can't be replaced, because `peft` saves the biases of its experts with them.
 - (IA)³ of the head needs a head that is not tied to the embedding. In Arcee, a
-  factor below 0 of the input of `down_proj` is refused.
+  factor below 0 of the input of `down_proj` is refused, and in Apertus any factor of it.
 """
 COLUMNS = """\
 **Other servers.** The last two columns show what the released loaders of vLLM 0.33 and SGLang

@@ -179,6 +179,7 @@ ROWS = [
     ),
     Row("ERNIE 4.5 dense", "ernie4.5", ("Ernie4_5",), limits="no tools"),
     Row("CWM", "cwm", ("Cwm",), reasoning=THINK, limits="no tools"),
+    Row("Apertus", "apertus", ("Apertus",), limits="no tools"),
     Row("Arcee (AFM)", "arcee", ("Arcee",), limits="no tools"),
     Row("OLMoE", "olmoe", ("Olmoe",), limits="no tools; no `clip_qkv`"),
     Row(

@@ -73,7 +73,7 @@ class Packed:
     degree: int = 1
     """How an activation that follows the projection depends on the last part of its output: if that
     part is multiplied by a positive factor f, the result is multiplied by f ** degree. 2 is for the
-    square of ReLU."""
+    square of ReLU, and 0 for an activation of which no power of f says what happens."""
 
     @property
     def any_format(self) -> bool:

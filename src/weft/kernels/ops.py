@@ -34,13 +34,24 @@ class ClampedSwiglu(NamedTuple):
     limit: float
 
 
-Activation = Literal["silu", "gelu_tanh", "relu2"] | ClampedSwiglu
-"""The activation before the last product of an MLP. relu2, the square of ReLU, has no gate."""
+class Xielu(NamedTuple):
+    """The activation xIELU (arXiv 2411.13010): `alpha_p x^2 + beta x` where up x is positive, and
+    `alpha_n (expm1(min(x, eps)) - x) + beta x` elsewhere."""
+
+    alpha_p: float
+    alpha_n: float
+    beta: float
+    eps: float
+
+
+Activation = Literal["silu", "gelu_tanh", "relu2"] | ClampedSwiglu | Xielu
+"""The activation before the last product of an MLP. relu2, the square of ReLU, and `Xielu` have no
+gate."""
 
 
 def is_gated(activation: Activation) -> bool:
     """Whether an activation takes both gate and up; otherwise it takes up alone."""
-    return activation != "relu2"
+    return activation != "relu2" and not isinstance(activation, Xielu)
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
@@ -83,7 +94,9 @@ def reference_rms_norm(
 def activate_and_mul(gate_up_TF: Tensor, activation: Activation = "silu") -> Tensor:
     """`activation(gate) * up` for gate and up packed along the last dimension: (T, 2 F) -> (T, F).
     gelu_tanh approximates GELU by a tanh. An activation without a gate gets up alone, (T, F)."""
-    if not is_gated(activation):
+    if isinstance(activation, Xielu):
+        return xielu(gate_up_TF.float(), activation).to(gate_up_TF.dtype)
+    if activation == "relu2":
         return gate_up_TF.relu().square()
     if isinstance(activation, ClampedSwiglu):
         alpha, limit = activation
@@ -95,9 +108,21 @@ def activate_and_mul(gate_up_TF: Tensor, activation: Activation = "silu") -> Ten
     return active.mul_(up)
 
 
+def xielu(up_TF: Tensor, activation: Xielu) -> Tensor:
+    """What `Xielu` says, of fp32."""
+    alpha_p, alpha_n, beta, eps = activation
+    negative = alpha_n * (up_TF.clamp(max=eps).expm1() - up_TF)
+    return torch.where(up_TF > 0, alpha_p * up_TF.square(), negative) + beta * up_TF
+
+
 def reference_activate_and_mul(gate_up_TF: Tensor, activation: Activation = "silu") -> Tensor:
     """The oracle of `activate_and_mul`, in fp32."""
-    if not is_gated(activation):
+    if isinstance(activation, Xielu):
+        up = gate_up_TF.float()
+        curve = activation.alpha_n * (up.clip(max=activation.eps).exp() - 1 - up)
+        curve[up > 0] = activation.alpha_p * up[up > 0] ** 2
+        return (curve + activation.beta * up).to(gate_up_TF.dtype)
+    if activation == "relu2":
         up = gate_up_TF.float()
         return torch.where(up > 0, up * up, 0.0).to(gate_up_TF.dtype)
     if isinstance(activation, ClampedSwiglu):

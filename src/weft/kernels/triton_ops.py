@@ -30,6 +30,7 @@ from weft.kernels.ops import (
     Ops,
     Product,
     Rope,
+    Xielu,
     is_gated,
 )
 from weft.kernels.short_conv import ShortConvLayer
@@ -337,6 +338,8 @@ class TritonOps(Ops):
     def activate_and_mul(
         self, gate_up: Product, activation: Activation = "silu", up_TF: Tensor | None = None
     ) -> Tensor:
+        if isinstance(activation, Xielu):  # which the kernel does not compute
+            return super().activate_and_mul(gate_up, activation)
         gate_up_T2F = gate_up.y_TO
         num_rows, width = gate_up_T2F.shape
         gated = is_gated(activation)

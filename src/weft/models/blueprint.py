@@ -19,7 +19,10 @@ from weft.models.family import MoeConfig
 
 EMBED, HEAD = "embed", "head"
 """Keys of the weights outside the layers."""
-IN_FLOAT32 = "A_log", "dt_bias", "correction_bias", "expert_bias"
+XIELU = tuple(f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
+"""What a layer calls the parameters of its MLP's activation: see `weft.kernels.ops.Xielu`. The
+first two have one entry each, and the others are numbers."""
+IN_FLOAT32 = "A_log", "dt_bias", "correction_bias", "expert_bias", *XIELU
 """Endings of the names of vectors that are float32 whatever the model's dtype is."""
 TOKEN_INPUTS = "token_inputs"
 """The key of the projection from the embedding to all layers' token inputs."""
@@ -169,6 +172,10 @@ def _vectors(config: ModelConfig) -> list[Vector]:
         return _gemma4_vectors(config)
     if config.sinks:
         return [Vector(sinks_of(i), (heads,), (heads,)) for i in range(config.num_layers)]
+    if config.activation == "xielu":
+        of_layers = [f"model.layers.{i}.{name}" for i in range(config.num_layers) for name in XIELU]
+        shapes = [(1,) if ".alpha_" in name else () for name in of_layers]
+        return [Vector(name, shape, shape) for name, shape in zip(of_layers, shapes, strict=True)]
     found: list[Vector] = []
     if config.moe is not None and config.moe.correction:
         moe = config.moe
@@ -215,7 +222,8 @@ def _layer_inputs(config: ModelConfig, i: int) -> list[Packed]:
 def _mlp(config: ModelConfig, i: int) -> list[Packed]:
     hidden, inner, bias = config.hidden_size, config.layer(i).intermediate_size, config.mlp_bias
     *gate_up, down = _named(f"model.layers.{i}.", *config.mlp_names)
-    parts, degree = ((inner, inner), 1) if config.is_gated else ((inner,), 2)
+    parts = (inner, inner) if config.is_gated else (inner,)
+    degree = {"relu2": 2, "xielu": 0}.get(config.activation, 1)
     into = Packed(f"{i}.gate_up", "linear", hidden, parts, tuple(gate_up), bias, "column")
     return [
         replace(into, degree=degree),

@@ -7,12 +7,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.delta import DeltaLayer
-from weft.kernels.ops import ClampedSwiglu, Ops
+from weft.kernels.ops import Activation, ClampedSwiglu, Ops, Xielu
 from weft.kernels.short_conv import ShortConvLayer
-from weft.models.blueprint import EXPERT_SCALES, experts_of, sinks_of
+from weft.models.blueprint import EXPERT_SCALES, XIELU, experts_of, sinks_of
 from weft.models.config import ModelConfig
 from weft.models.family import MoeConfig
 from weft.models.layers import HeadNorm, Linear, RotatedNorm, RowNorm, WidthNorm, with_offset
@@ -145,7 +146,7 @@ class LayerBuilder:
     def mlp(self, layer: int) -> DenseMlp | SparseMlp:
         moe, mlp = experts_of(self.config, layer), None
         if self.config.has_mlp(layer):
-            mlp = self._dense_mlp(f"{layer}.")
+            mlp = self._dense_mlp(layer)
         if moe is None or self.config.blocks == "gemma4":  # its experts are no part of the MLP
             assert mlp is not None
             return mlp
@@ -156,11 +157,11 @@ class LayerBuilder:
         """The mixture of experts of a layer."""
         gate_up_E, down_E = (self.experts(f"{layer}.experts_{n}") for n in ("gate_up", "down"))
         router, clamped = self.linear(f"{layer}.router"), moe.clamped_swiglu
-        activation = self.config.activation if clamped is None else ClampedSwiglu(*clamped)
+        activation = self.activation(layer) if clamped is None else ClampedSwiglu(*clamped)
         shared = None
         if moe.shared_size:
             gate = self.linear(f"{layer}.shared_gate") if moe.shared_gated else None
-            shared = SharedExpert(gate, self._dense_mlp(f"{layer}.shared_"))
+            shared = SharedExpert(gate, self._dense_mlp(layer, "shared_"))
         vectors = self.weights.vectors
         scale_E = vectors.get(f"model.layers.{layer}.{EXPERT_SCALES}")
         if moe.scale != 1:
@@ -170,9 +171,19 @@ class LayerBuilder:
         mlp = SparseMlp(router, gate_up_E, down_E, moe, self.ops, activation)
         return replace(mlp, shared=shared, scale_E=scale_E, first=first, correction_E=correction_E)
 
-    def _dense_mlp(self, of: str) -> DenseMlp:
-        gate_up, down = self.linear(f"{of}gate_up"), self.linear(f"{of}down")
-        return DenseMlp(gate_up, down, self.ops, self.config.activation)
+    def _dense_mlp(self, layer: int, of: str = "") -> DenseMlp:
+        gate_up, down = (self.linear(f"{layer}.{of}{name}") for name in ("gate_up", "down"))
+        return DenseMlp(gate_up, down, self.ops, self.activation(layer))
+
+    def activation(self, layer: int) -> Activation:
+        """The activation of a layer's MLP, with its parameters."""
+        name, vectors = self.config.activation, self.weights.vectors
+        if name != "xielu":
+            return name
+        found = (vectors[f"model.layers.{layer}.{parameter}"] for parameter in XIELU)
+        alpha_p, alpha_n, beta, eps = (tensor.cpu() for tensor in found)
+        steep = beta + F.softplus(alpha_n)
+        return Xielu(F.softplus(alpha_p).item(), steep.item(), beta.item(), eps.item())
 
 
 def _queries_first(of_channels: torch.Tensor, shape: LinearConfig) -> torch.Tensor:

@@ -133,7 +133,7 @@ class ModelConfig:
     @property
     def is_gated(self) -> bool:
         """Whether the model's MLPs have a gate beside up."""
-        return self.activation != "relu2"
+        return self.activation not in ("relu2", "xielu")
 
     def has_attention(self, index: int) -> bool:
         """Whether a layer has attention over a KV cache."""

@@ -211,6 +211,14 @@ FAMILIES: dict[str, Family] = {
     "ArceeForCausalLM": biased(
         "arcee", no_windows, mlp_bias="mlp_bias", mlp_names=UNGATED_MLP_NAMES, activation="relu2"
     ),
+    "ApertusForCausalLM": biased(
+        "apertus",
+        no_windows,
+        qk_norm="head",
+        mlp_names=UNGATED_MLP_NAMES,
+        norm_names=lambda hf: ("attention_layernorm", "feedforward_layernorm"),
+        activation="xielu",
+    ),
     "SeedOssForCausalLM": Family(
         "seed_oss",
         no_windows,

@@ -34,8 +34,9 @@ NORM_NAMES: dict[Blocks, tuple[str, ...]] = {
 """What most families call these norms within a layer, in the order of their use."""
 Mixer = Literal["attention", "linear", "mlp", "experts"]
 """What a layer consists of, if layers are a single mixer."""
-ActivationName = Literal["silu", "gelu_tanh", "relu2"]
-"""The activations of dense MLPs. relu2, the square of ReLU, has no gate."""
+ActivationName = Literal["silu", "gelu_tanh", "relu2", "xielu"]
+"""The activations of dense MLPs. relu2, the square of ReLU, and xielu, which has parameters in each
+layer, have no gate."""
 
 
 class PartNames(NamedTuple):

@@ -232,6 +232,8 @@ COMPUTED = {
     # LFM2
     "block_use_swiglu": True,
     "use_pos_enc": True,
+    # Apertus
+    "qk_norm": True,
     # Cohere 2
     "layer_switch": 4,
     "order_of_interleaved_layers": "local_attn_first",
@@ -309,6 +311,7 @@ _ACTIVATIONS: dict[ActivationName, str] = {
     "silu": "silu",
     "gelu_tanh": "gelu_pytorch_tanh",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 """The names of activations in configurations."""
 

@@ -127,7 +127,7 @@ class Gemma4Blocks:
                 parts.linear(f"{i}.input_gate"),
                 parts.linear(f"{i}.input_projection"),
                 parts.ops,
-                config.activation,
+                parts.activation(i),
             )
             for i in layers
             if inputs is not None

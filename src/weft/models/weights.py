@@ -118,6 +118,8 @@ class Place(NamedTuple):
         """Copy from a tensor, or from a file's tensor, which is read by slices."""
         if self.view is None:
             return
+        if not self.shape:
+            self.view.copy_(source[...])
         end = 0
         for rows in self.rows:
             start, end = end, end + rows.stop - rows.start

@@ -53,7 +53,11 @@ def _scaled(config: PeftConfig, module: LinearModule, table: TargetTable) -> tup
     names = [mlp + up for up in _UP[target.suffix]]
     name = next((name for name in names if name in table.by_name), names[0])
     up = find_target(module.first, name, table)
-    if table.groups[up.group].packed.degree == 2:
+    degree = table.groups[up.group].packed.degree
+    if degree == 0:
+        why = "its input can't be scaled, as the activation of no other input is a multiple of it"
+        refuse("feedforward_modules", f"{target.name}: {why}")
+    if degree == 2:
         if (scale < 0).any():
             why = "has a factor below 0, which can't be applied ahead of the MLP's squared ReLU"
             refuse(module.first, why)
