@@ -11,18 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.core.errors import ConfigError
+from weft.kernels.activations import ClampedSwiglu, activate_and_mul, reference_activate_and_mul
 from weft.kernels.attention import sdpa
 from weft.kernels.attention.by_row import attend_by_row
 from weft.kernels.attention.sdpa import torch_attend
 from weft.kernels.ops import (
-    ClampedSwiglu,
     Ops,
     Rope,
-    activate_and_mul,
     apply_rope,
     layer_norm,
     make_ops,
-    reference_activate_and_mul,
     reference_rms_norm,
     reference_rope,
     rms_norm,

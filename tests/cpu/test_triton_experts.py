@@ -15,15 +15,8 @@ pytest.importorskip("triton")
 
 import weft.kernels.triton_experts as kernels
 from weft.core.units import EXPERT_UNIT
-from weft.kernels.ops import (
-    Activation,
-    ClampedSwiglu,
-    ExpertChoice,
-    ExpertWeights,
-    Pending,
-    Product,
-    reference_activate_and_mul,
-)
+from weft.kernels.activations import Activation, ClampedSwiglu, reference_activate_and_mul
+from weft.kernels.ops import ExpertChoice, ExpertWeights, Pending, Product
 from weft.kernels.ops import choose_experts as torch_choose
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")

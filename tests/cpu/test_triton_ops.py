@@ -20,16 +20,14 @@ pytest.importorskip("triton")
 import weft.kernels.triton_ops as kernels
 from weft.core.errors import ConfigError
 from weft.kernels import triton_heads
+from weft.kernels.activations import ClampedSwiglu, Xielu, reference_activate_and_mul
 from weft.kernels.attention import AttentionBatch, KVCache, make_batch, reference_attend, write_kv
 from weft.kernels.attention.rounds import Rounds, rows_at_once
 from weft.kernels.ops import (
-    ClampedSwiglu,
     Ops,
     Pending,
     Product,
     Rope,
-    Xielu,
-    reference_activate_and_mul,
     reference_rms_norm,
 )
 

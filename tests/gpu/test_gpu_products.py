@@ -18,18 +18,16 @@ from lora_pools import batch_of, random_pool
 from tables import build_table
 
 from weft.kernels import triton_experts
+from weft.kernels.activations import Activation, ClampedSwiglu, activate_and_mul
 from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import triton as lora_kernels
 from weft.kernels.lora import triton_many
 from weft.kernels.lora.triton import TritonBackend
 from weft.kernels.ops import (
-    Activation,
-    ClampedSwiglu,
     ExpertChoice,
     ExpertWeights,
     Pending,
     Product,
-    activate_and_mul,
     choose_experts,
 )
 from weft.kernels.quant import e4m3, fp8, triton_fp8

@@ -72,7 +72,7 @@ def dot(a, b, acc, EXACT: tl.constexpr):
 
 @triton.jit
 def activated(gate, up, alpha, limit, GELU: tl.constexpr, CLAMPED: tl.constexpr):
-    """activation(gate) * up, in fp32. CLAMPED is that of `weft.kernels.ops.ClampedSwiglu`, else it
+    """activation(gate) * up, in fp32. CLAMPED is that of `weft.kernels.activations.ClampedSwiglu`, else it
     is GELU's approximation or SiLU.
 
     All activations are gate * sigmoid(s): of SiLU, s is gate itself; that of GELU's approximation

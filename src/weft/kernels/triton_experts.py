@@ -21,14 +21,8 @@ from torch import Tensor
 
 from weft.core.numbers import next_power_of_2
 from weft.core.units import EXPERT_UNIT
-from weft.kernels.ops import (
-    Activation,
-    ClampedSwiglu,
-    ExpertChoice,
-    ExpertWeights,
-    Product,
-    is_gated,
-)
+from weft.kernels.activations import Activation, ClampedSwiglu, is_gated
+from weft.kernels.ops import ExpertChoice, ExpertWeights, Product
 from weft.kernels.triton_base import (
     INTERPRETED,
     activated,

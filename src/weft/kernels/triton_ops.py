@@ -17,21 +17,18 @@ from torch import Tensor
 from weft.core.errors import ConfigError
 from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels import triton_experts
+from weft.kernels.activations import Activation, ClampedSwiglu, Xielu, is_gated
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.attention.paged import PagedAttention
 from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.peers import PeerRanks
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows
 from weft.kernels.ops import (
-    Activation,
-    ClampedSwiglu,
     ExpertChoice,
     ExpertWeights,
     Ops,
     Product,
     Rope,
-    Xielu,
-    is_gated,
 )
 from weft.kernels.short_conv import ShortConvLayer
 from weft.kernels.triton_base import (

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from weft.kernels.activations import Activation, ClampedSwiglu, Xielu
 from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.delta import DeltaLayer
-from weft.kernels.ops import Activation, ClampedSwiglu, Ops, Xielu
+from weft.kernels.ops import Ops
 from weft.kernels.short_conv import ShortConvLayer
 from weft.models.blueprint import EXPERT_SCALES, XIELU, experts_of, sinks_of
 from weft.models.config import ModelConfig

@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.kernels.activations import Activation
 from weft.kernels.attention import KVCache
 from weft.kernels.collective.base import Ranks
 from weft.kernels.delta import StateCache
-from weft.kernels.ops import Activation, Ops, Product, Rope, rms_norm
+from weft.kernels.ops import Ops, Product, Rope, rms_norm
 from weft.models.blueprint import (
     LAYER_SCALE,
     ROUTER_SCALE,

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from weft.core.targets import ImageLayout, TargetTable, aligned
+from weft.kernels.activations import Activation
 from weft.kernels.checksum import checksum
 from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.linear import Weight
-from weft.kernels.ops import Activation, Product
+from weft.kernels.ops import Product
 
 SCRATCH_BYTES = 32 << 20
 """Scratch memory to move an image, piece by piece, whose old and new place overlap."""

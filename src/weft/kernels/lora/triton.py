@@ -37,6 +37,7 @@ from weft.core.errors import ConfigError
 from weft.core.numbers import cdiv
 from weft.core.targets import Group
 from weft.kernels import tuned
+from weft.kernels.activations import Activation
 from weft.kernels.collective.peers import PeerRanks
 from weft.kernels.linear import Weight
 from weft.kernels.lora import gluon_activate
@@ -46,7 +47,7 @@ from weft.kernels.lora.triton_many import SHARES, TOGETHER, expand_rows, shrink_
 from weft.kernels.lora.triton_ranks import RankExchange
 from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
 from weft.kernels.lora.triton_tiles import EXPERT
-from weft.kernels.ops import Activation, Pending, Product
+from weft.kernels.ops import Pending, Product
 from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
 from weft.kernels.triton_linear import MOST_ROWS
 from weft.kernels.tuned import Blocks
