@@ -20,7 +20,7 @@ from weft.models.family import MoeConfig
 EMBED, HEAD = "embed", "head"
 """Keys of the weights outside the layers."""
 XIELU = tuple(f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
-"""What a layer calls the parameters of its MLP's activation: see `weft.kernels.activations.Xielu`. The
+"""What a layer calls the parameters of its MLP's activation, `weft.kernels.activations.Xielu`. The
 first two have one entry each, and the others are numbers."""
 IN_FLOAT32 = "A_log", "dt_bias", "correction_bias", "expert_bias", *XIELU
 """Endings of the names of vectors that are float32 whatever the model's dtype is."""
