@@ -72,8 +72,12 @@ def dot(a, b, acc, EXACT: tl.constexpr):
 
 @triton.jit
 def activated(gate, up, alpha, limit, GELU: tl.constexpr, CLAMPED: tl.constexpr):
-    """activation(gate) * up, in fp32, where the activation is `weft.kernels.activations.ClampedSwiglu`
-    with CLAMPED, the approximation of GELU with GELU, and SiLU with neither."""
+    """activation(gate) * up, in fp32. With CLAMPED, the activation is `ClampedSwiglu` of
+    `weft.kernels.activations`; with GELU, it is GELU's approximation; else it is SiLU.
+
+    All activations are gate * sigmoid(s): of SiLU, s is gate itself; that of GELU's approximation
+    follows from (1 + tanh(z)) / 2 = sigmoid(2 z).
+    """
     s = gate
     if GELU:
         s = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
