@@ -111,5 +111,5 @@ def id_of_item(kind: str, response_id: str, number: int) -> str:
 
 
 def _gone(what: str, given: str, field: str | None) -> ResponseNotFound:
-    message = f"there is no stored {what} {given[:80]!r}; it may have made way for newer ones"
-    return ResponseNotFound(message, field)
+    why = "it may have made way for newer ones, or be on another server"
+    return ResponseNotFound(f"there is no stored {what} {given[:80]!r}; {why}", field)
