@@ -345,6 +345,33 @@ async def test_keys_have_roles_and_expire(served: Served, web: Web) -> None:
     assert (await web.get("/v1/models")).status_code == 401
 
 
+@pytest.mark.parametrize(
+    ("keys", "address", "has_tenants", "warns"),
+    [
+        ([], "0.0.0.0", False, True),
+        ([], "::", False, True),
+        ([], "10.0.0.7", False, True),
+        ([], "fe80::1%eth0", False, True),
+        ([], "127.0.0.1", False, False),
+        ([], "::1", False, False),
+        (["k"], "0.0.0.0", False, False),
+        ([], "0.0.0.0", True, False),
+    ],
+)
+def test_an_open_server_that_others_reach_is_warned_of(
+    keys: list[str],
+    address: str,
+    has_tenants: bool,
+    warns: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "tenants.toml").write_text(TENANTS)
+    tenants = TenantsFile(tmp_path / "tenants.toml") if has_tenants else None
+    FrontDoor(tenants, None).warn_if_open(keys, address)
+    assert ("requests need no key" in caplog.text) == warns
+
+
 async def test_a_new_file_holds_from_the_next_request_on(served: Served, web: Web) -> None:
     await served.fill(web)
     grant = 'may_use = ["globex/lent"]'

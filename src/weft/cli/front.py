@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 
 import uvicorn
@@ -41,6 +42,17 @@ class FrontDoor:
         self._reloads = isinstance(tenants, TenantsFile) or audit_log is not None
         self._engine: EngineClient | None = None
         self._telling: asyncio.Task[None] | None = None
+
+    def warn_if_open(self, keys: Sequence[str], address: str) -> None:
+        """Log if requests need no key, neither one of these nor a tenant's, and come to an address
+        that other machines may reach."""
+        asks = bool(keys) or (self.tenants is not None and self.tenants.keychain is not None)
+        if not asks and not ip_address(address.partition("%")[0]).is_loopback:
+            logger.warning(
+                "requests need no key, and other machines may reach %s: whoever does may use,"
+                " replace and unload all adapters (see --api-key and --tenants)",
+                address,
+            )
 
     def on_hangup(self) -> None:
         """Let SIGHUP renew the file of tenants and the audit log, as far as there are any."""

@@ -229,6 +229,7 @@ async def _start_and_serve(
                 show(shown)
                 await _serve_nodes(app, engine, flags.shutdown_timeout)
             else:
+                start.door.warn_if_open(flags.keys(), listener.getsockname()[0])
                 await _serve_http(app, start, engine, listener, lambda: show(shown))
     finally:
         await engine.close()
