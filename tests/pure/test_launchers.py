@@ -26,7 +26,7 @@ from weft.cli.cluster import folder_of, reconcile
 from weft.cli.main import app
 from weft.cli.nodes_table import nodes_table
 from weft.cli.scrapes import parse
-from weft.cli.summary import summary
+from weft.cli.summary import start_in_words, summary
 from weft.cli.watch import merge
 from weft.core.errors import ConfigError, Unreachable
 from weft.core.stats import EngineInfo
@@ -518,7 +518,7 @@ def test_addresses_and_names_in_brackets_are_shown_as_they_are(
     registry = Mock(base_names=["/models/[/old]"], names=lambda: ["[red]"])
     info = EngineInfo("m", "A", "float32", "cpu", *[1] * 7, 1)
     console = Console(width=100, color_system=None)
-    console.print(summary(info, registry, url, True, url, "file:///[x]", 1.0))
+    console.print(summary(info, registry, url, True, url, "file:///[x]", start_in_words(1.0, None)))
     name = url.removeprefix("http://")
     console.print(nodes_table([Placed(name, url, "up")], {}))
     silent = Mock(urls=[name], silent=[name])
@@ -528,3 +528,4 @@ def test_addresses_and_names_in_brackets_are_shown_as_they_are(
         assert text in shown
     assert re.search(rf"^{re.escape(name)} +up .* {re.escape(url)}$", shown, re.MULTILINE)
     assert f"\n{name}  no answer" in shown
+    assert "1.0 s" in shown and "the engine took" not in shown

@@ -27,7 +27,7 @@ from weft.cli.deadline import end_within, end_without_threads
 from weft.cli.engines import leave_fleet, start_engine, until_empty
 from weft.cli.first_adapters import bring_to_device, load_adapters
 from weft.cli.front import FrontDoor, served_beside
-from weft.cli.summary import num_shared, summary
+from weft.cli.summary import num_shared, start_in_words, summary
 from weft.core.config import EngineArgs, ModelArgs
 from weft.core.errors import ConfigError, WeftError
 from weft.core.processes import freeze_heap, leave_out_torch
@@ -221,8 +221,9 @@ async def _start_and_serve(
         metrics_url = None if beside is None else _url(flags.metrics_host, beside)
         shares = None if shared is None else f"{flags.registry} (adapters: {num_shared(shared)})"
         url = None if listener is None else _url(flags.host, listener)
-        took_s = time.monotonic() - start.begun_s
-        shown = summary(engine.info, registry, url, start.api.page, metrics_url, shares, took_s)
+        engine_s = None if flags.no_engine else engine.info.start_s
+        took = start_in_words(time.monotonic() - start.begun_s, engine_s)
+        shown = summary(engine.info, registry, url, start.api.page, metrics_url, shares, took)
         _on_signals(lambda: None)
         async with served_beside(app.state.metrics_app, beside):
             if listener is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -22,11 +24,11 @@ def summary(
     page: bool,
     metrics_url: str | None,
     shares: str | None,
-    took_s: float,
+    took: str,
 ) -> Panel:
     """What a newcomer wants to know of a server that is ready. `shares` tells of the registry that
-    it shares with others, if there is one; `page`: whether it serves the page; `took_s`: how long
-    the whole start took."""
+    it shares with others, if there is one; `page`: whether it serves the page; `took`: how long
+    the start took."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
@@ -42,7 +44,7 @@ def summary(
     rows.add_row("", f"{gib:.3g} GiB of memory, up to rank {info.max_lora_rank}")
     if shares is not None:
         rows.add_row("Registry", Text(shares))
-    rows.add_row("Start", f"{took_s:.1f} s, of which the engine took {in_words(info.start_s)}")
+    rows.add_row("Start", took)
     if url is not None:
         rows.add_row("API", _link(url, "/v1"))
     if url is not None and page:
@@ -50,6 +52,12 @@ def summary(
     if metrics_url is not None:
         rows.add_row("Metrics", _link(metrics_url, "/metrics"))
     return Panel(rows, title="Weft is ready", title_align="left", expand=False)
+
+
+def start_in_words(took_s: float, engine_s: Mapping[str, float] | None) -> str:
+    """How long a start took, and each stage of its own engine; None: it has none."""
+    engine = "" if engine_s is None else f", of which the engine took {in_words(engine_s)}"
+    return f"{took_s:.1f} s{engine}"
 
 
 def num_shared(shared: SharedRegistry) -> int:
