@@ -141,8 +141,8 @@ class TcpLink:
                 try:
                     record = UP.decode(content)
                 except (msgspec.MsgspecError, KeyError) as error:
-                    why = "sends what is not understood here, as another version of Weft may"
-                    self._end(f"{self._name} {why}: {error}")
+                    why = "sends what is not understood here, as another version of Weft may:"
+                    self._end(f"{self._name} {why} {error}")
                     return
                 self._take(record)
         except Exception:
