@@ -196,7 +196,8 @@ def save_adapter(base: Path, folder: Path, settings: dict[str, Any]) -> None:
     torch.manual_seed(len(folder.name))
     model = AutoModelForCausalLM.from_pretrained(base)
     with warnings.catch_warnings(action="ignore"):
-        adapted = get_peft_model(model, LoraConfig(lora_alpha=8, task_type="CAUSAL_LM", **settings))
+        config = LoraConfig(task_type="CAUSAL_LM", **{"lora_alpha": 8, **settings})
+        adapted = get_peft_model(model, config)
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.15)

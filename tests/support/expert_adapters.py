@@ -17,7 +17,8 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ROUTER = ["mlp.gate.weight"]
 EXPERT_ADAPTERS: dict[str, dict[str, Any]] = {
     "attention": {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]},
-    "router": {"r": 3, "target_modules": [], "target_parameters": ROUTER},
+    # So strong that it chooses other experts: the weights of two alone may hardly change.
+    "router": {"r": 3, "lora_alpha": 32, "target_modules": [], "target_parameters": ROUTER},
     "gate-up": {"r": 2, "target_modules": [], "target_parameters": EXPERTS[:1]},
     "down": {"r": 5, "target_modules": [], "target_parameters": EXPERTS[1:], "use_rslora": True},
     "all": {
