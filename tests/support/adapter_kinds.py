@@ -459,6 +459,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         mamba_num_heads=4,
         mamba_head_dim=16,
         ssm_state_size=8,
+        time_step_min=0.5,
         moe_shared_expert_intermediate_size=24,
         routed_scaling_factor=1.5,
     ),

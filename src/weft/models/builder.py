@@ -134,7 +134,8 @@ class LayerBuilder:
         into, out = self.linear(f"{layer}.in"), self.linear(f"{layer}.out")
         least_H = None
         if shape.least_step:  # a time step is softplus(projection + bias)
-            least_H = math.log(math.expm1(shape.least_step)) - delta.dt_bias_H
+            least = shape.least_step + math.log(-math.expm1(-shape.least_step))
+            least_H = least - delta.dt_bias_H
         return LinearAttention(into, out, delta, self.ops, norm, least_H)
 
     def _short_conv(self, layer: int, of: str) -> ShortConv:

@@ -180,6 +180,7 @@ WITHOUT_EFFECT = frozenset(
         "seq_aux",
         # how transformers computes or answers, not what
         "mamba_chunk_size",
+        "mamba_ssm_cache_dtype",  # states are float32 here
         "chunk_size",
         "moe_shared_expert_overlap",
         "num_logits_to_keep",
@@ -231,6 +232,7 @@ COMPUTED = {
     "normalization_function": "rmsnorm",
     # LFM2
     "block_use_swiglu": True,
+    "theta": 1e6,
     "use_pos_enc": True,
     # Apertus
     "qk_norm": True,
@@ -244,7 +246,11 @@ COMPUTED = {
     "use_parallel_block": True,
 }
 """Fields that transformers does not know, and the values that say what is computed in any case."""
-_COMPUTED_OTHERWISE = {"deepseek_v2": {"scoring_func": "softmax"}}
+_COMPUTED_OTHERWISE: dict[str, dict[str, object]] = {
+    "deepseek_v2": {"scoring_func": "softmax"},
+    # It rotates nothing, and what transformers calls head_dim is 128 if it is not stated.
+    "nemotron_h": {"attention_head_dim": 128, "partial_rotary_factor": 1.0, "rope_theta": 10000},
+}
 """Values in place of those in COMPUTED, by `model_type`."""
 
 

@@ -8,10 +8,12 @@ from weft.core.errors import ConfigError
 from weft.core.numbers import cdiv
 from weft.models.family import Family, PartNames
 from weft.models.layer_types import layer_types, linear_layers
+from weft.models.mixtures import check_stated
 from weft.models.state_config import ShortConvConfig
 
 
 def _windows(hf: Any) -> tuple[int | None, ...]:
+    check_stated(hf, {"theta": hf.rope_parameters["rope_theta"]})  # what older files call it
     return (None,) * len(layer_types(hf, "conv", "full_attention"))
 
 

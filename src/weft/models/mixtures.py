@@ -93,7 +93,7 @@ _CORRECTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_f
 
 
 def deepseek_v3_moe(hf: Any) -> MoeConfig | None:
-    _check_stated(hf, _CORRECTED)
+    check_stated(hf, _CORRECTED)
     check_counts(hf, 0, "first_k_dense_replace")
     return glm4_moe(hf)
 
@@ -108,7 +108,7 @@ def mistral4_moe(hf: Any) -> MoeConfig | None:
 
 def deepseek_v2_moe(hf: Any) -> MoeConfig | None:
     only = {"scoring_func": "softmax", "moe_layer_freq": 1, "mlp_bias": False}
-    _check_stated(hf, only | {"norm_topk_prob": False})
+    check_stated(hf, only | {"norm_topk_prob": False})
     check_counts(hf, 0, "first_k_dense_replace")
     if hf.topk_method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(f"topk_method {hf.topk_method!r} is not served", "topk_method")
@@ -145,16 +145,19 @@ def exaone_moe(hf: Any) -> MoeConfig | None:
 def _in_sparse_layers(hf: Any, every: MoeConfig | None) -> MoeConfig | None:
     """The mixture in the layers that `mlp_layer_types` names, whose experts are chosen by corrected
     sigmoids."""
-    _check_stated(hf, _CORRECTED)
+    check_stated(hf, _CORRECTED)
     types, num = hf.mlp_layer_types, hf.num_hidden_layers
     if len(types) != num or not set(types) <= {"dense", "sparse"}:
         message = f"mlp_layer_types must name dense or sparse for each of the {num} layers"
         raise ConfigError(f"{message}, got {types!r:.200}", "mlp_layer_types")
     layers = tuple(kind == "sparse" for kind in types)
-    return replace(every, layers=layers) if every and any(layers) else None
+    if every is None or not any(layers):
+        return None
+    check_stated(hf, {"first_k_dense_replace": layers.index(True)})
+    return replace(every, layers=layers)
 
 
-def _check_stated(hf: Any, only: Mapping[str, object]) -> None:
+def check_stated(hf: Any, only: Mapping[str, object]) -> None:
     """Raises ConfigError if a field is set to another value than the one in `only`."""
     for name, wanted in only.items():
         found = getattr(hf, name, wanted)

@@ -8,7 +8,7 @@ from typing import Any
 from weft.core.errors import ConfigError
 from weft.models.family import Family, Mixer, MoeConfig, PartNames
 from weft.models.layer_types import layer_types
-from weft.models.mixtures import check_counts
+from weft.models.mixtures import check_counts, check_stated
 from weft.models.state_config import LinearConfig
 
 _MIXERS: dict[str, Mixer] = {
@@ -20,6 +20,7 @@ _MIXERS: dict[str, Mixer] = {
 
 
 def _mixers(hf: Any) -> tuple[Mixer, ...]:
+    check_stated(hf, {"attention_head_dim": hf.head_dim})  # what older files call it
     mixers = tuple(_MIXERS[kind] for kind in layer_types(hf, *_MIXERS))
     if "attention" not in mixers:
         message = "layers_block_type names no full_attention, which is needed"

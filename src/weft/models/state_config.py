@@ -70,7 +70,9 @@ class LinearConfig:
     )
     """The configuration's fields for `num_keys`, `num_values`, `key_dim` and `value_dim`."""
     least_step: float = 0.0
-    """The least time step of Mamba 2; 0: there is no limit."""
+    """The least time step of Mamba 2, in prompts and in decodes; 0: there is no limit. transformers
+    applies it in prompts only, so that its decodes with a cache differ from what it computes in one
+    go."""
     spans_ranks: bool = False
     """Whether this is one rank's share, and other ranks have heads of the same group."""
 
