@@ -133,7 +133,10 @@ def deepseek_v2_moe(hf: Any) -> MoeConfig | None:
 
 
 def glm4_moe_lite(hf: Any) -> MoeConfig | None:
-    return _in_sparse_layers(hf, routed(hf))
+    moe = _in_sparse_layers(hf, routed(hf))
+    if moe is not None:
+        check_stated(hf, {"first_k_dense_replace": moe.layers.index(True)})
+    return moe
 
 
 def exaone_moe(hf: Any) -> MoeConfig | None:
@@ -151,10 +154,7 @@ def _in_sparse_layers(hf: Any, every: MoeConfig | None) -> MoeConfig | None:
         message = f"mlp_layer_types must name dense or sparse for each of the {num} layers"
         raise ConfigError(f"{message}, got {types!r:.200}", "mlp_layer_types")
     layers = tuple(kind == "sparse" for kind in types)
-    if every is None or not any(layers):
-        return None
-    check_stated(hf, {"first_k_dense_replace": layers.index(True)})
-    return replace(every, layers=layers)
+    return replace(every, layers=layers) if every and any(layers) else None
 
 
 def check_stated(hf: Any, only: Mapping[str, object]) -> None:
