@@ -271,6 +271,31 @@ def test_fp8_by_tensor_may_have_the_names_of_transformers(tmp_path: Path) -> Non
     assert torch.equal(values, _dequantize_fp8_weight(codes, scale, None, torch.float32))
 
 
+@pytest.mark.parametrize("block", [[16, 32], [24, 48], None], ids=["even", "rest", "tensor"])
+def test_fp8_of_all_experts_is_what_transformers_reads(
+    block: list[int] | None, tmp_path: Path
+) -> None:
+    codes = torch.randn(5, 64, 96).to(torch.float8_e4m3fn)
+    rows, columns = block or (64, 96)
+    scales = torch.rand(5, -(-64 // rows), -(-96 // columns))
+    name = "mlp.experts.gate_up_proj"
+    tensors = {name: codes, f"{name}_scale_inv": scales, f"{name}_activation_scale": torch.ones(5)}
+    stated = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "static"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        lazy = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        found = dict(dequantized(lazy.items(), stated))
+        assert list(found) == [name] and tuple(found[name].get_shape()) == codes.shape
+        part = slice(1, 4), slice(10, 50), slice(7, 96)
+        wanted = _dequantize_fp8_weight(codes, scales, block, torch.float32)
+        assert torch.equal(found[name][part], wanted[part])
+        halves = {**lazy, f"{name}_scale_inv": file.get_slice(f"{name}_activation_scale")}
+        with pytest.raises(ConfigError, match=f"{name}_scale_inv has shape"):
+            dict(dequantized(halves.items(), stated))
+        with pytest.raises(ConfigError, match=f"{name} has dtype F32"):
+            dict(dequantized({**lazy, name: lazy[f"{name}_scale_inv"]}.items(), stated))
+
+
 @pytest.mark.parametrize(
     ("case", "part", "change", "wanted"),
     [

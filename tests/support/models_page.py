@@ -333,7 +333,7 @@ meets the same weights on which it was trained.
 | `compressed-tensors` | integers of 4 and 8 bits, and fp8, by tensor, output, group or block; \
 also as older versions state it, in `compression_config` \
 | yes |
-| `fp8` | by tensor, by output, or by block | yes |
+| `fp8` | by tensor, by output, or by block, experts one by one or in one tensor | yes |
 | `gptq` | 2, 4 and 8 bits, both versions, with and without reordered inputs \
 | 4 and 8 bits without reordered inputs; 2 bits take the memory of 4 |
 | `mxfp4` | the experts of gpt-oss | no |

@@ -1,9 +1,11 @@
 """Matrices in 8-bit floating point (e4m3), with one scale for all, for each output, or for each
-block of both dimensions, as `quant_method: fp8` and compressed-tensors store them."""
+block of both dimensions, as `quant_method: fp8` and compressed-tensors store them; the former also
+stores the matrices of all experts as one tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,57 @@ def read_fp8(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str,
     inverse = ".weight_scale_inv"
     scale = inverse if block or any(n.endswith(inverse) for n in tensors) else ".weight_scale"
     make = partial(fp8_matrix, scale=scale, block=block, rounds=False)
-    return joined(tensors, ".weight", (scale, ".input_scale", ".activation_scale"), make)
+    experts = {n for n in tensors if not n.endswith(".weight") and f"{n}_scale_inv" in tensors}
+    of_experts = {f"{n}_{end}" for n in experts for end in ("scale_inv", "activation_scale")}
+    others = (scale, ".input_scale", ".activation_scale")
+    for name, tensor in joined(tensors, ".weight", others, make):
+        if name in experts:
+            yield name, Fp8Experts.of(Parts(tensors, name), block)
+        elif name not in of_experts:
+            yield name, tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Experts:
+    """The matrices of all experts, read like a file's tensor (experts, out, in)."""
+
+    codes: Any
+    """In the file, (experts, out, in)."""
+    scales: Tensor
+    """fp32 (experts, blocks of outputs, blocks of inputs)."""
+    block: Block
+
+    @classmethod
+    def of(cls, parts: Parts, block: Block | None) -> Fp8Experts:
+        """Make one. Raises ConfigError, naming the tensor, unless the two fit each other."""
+        num, outputs, inputs = parts.shape("", 3)
+        if parts.dtype("") != "F8_E4M3":
+            message = f"{parts.stem} has dtype {parts.dtype('')}, expected F8_E4M3"
+            raise ConfigError(message, parts.stem)
+        rows, columns = block or (outputs, inputs)
+        size = num, -(-outputs // rows), -(-inputs // columns)
+        scales = parts.read("_scale_inv", size, *FLOATS, "F8_E8M0").float()
+        return cls(parts.tensors[parts.stem], scales, (rows, columns))
+
+    def get_shape(self) -> list[int]:
+        found: list[int] = self.codes.get_shape()
+        return found
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
+        """The values for some experts, outputs and inputs. Only these are read."""
+        experts, *others = index
+        of_each = [
+            torch.arange(size)[part] // width
+            for size, part, width in zip(self.get_shape()[1:], others, self.block, strict=True)
+        ]
+        values: Tensor = self.codes[index].float()
+        rows, columns = (blocks.to(values.device) for blocks in of_each)
+        for matrix_OI, scale in zip(values, self.scales[experts], strict=True):
+            matrix_OI *= scale[rows[:, None], columns]
+        return values
 
 
 def block_size(stated: Any) -> Block | None:
