@@ -23,13 +23,7 @@ from weft.kernels import triton_heads
 from weft.kernels.activations import ClampedSwiglu, Xielu, reference_activate_and_mul
 from weft.kernels.attention import AttentionBatch, KVCache, make_batch, reference_attend, write_kv
 from weft.kernels.attention.rounds import Rounds, rows_at_once
-from weft.kernels.ops import (
-    Ops,
-    Pending,
-    Product,
-    Rope,
-    reference_rms_norm,
-)
+from weft.kernels.ops import Ops, Pending, Product, Rope, reference_rms_norm
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
 

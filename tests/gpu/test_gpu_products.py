@@ -23,13 +23,7 @@ from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import triton as lora_kernels
 from weft.kernels.lora import triton_many
 from weft.kernels.lora.triton import TritonBackend
-from weft.kernels.ops import (
-    ExpertChoice,
-    ExpertWeights,
-    Pending,
-    Product,
-    choose_experts,
-)
+from weft.kernels.ops import ExpertChoice, ExpertWeights, Pending, Product, choose_experts
 from weft.kernels.quant import e4m3, fp8, triton_fp8
 from weft.kernels.triton_ops import TritonOps
 

@@ -23,13 +23,7 @@ from weft.kernels.attention.paged import PagedAttention
 from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.peers import PeerRanks
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows
-from weft.kernels.ops import (
-    ExpertChoice,
-    ExpertWeights,
-    Ops,
-    Product,
-    Rope,
-)
+from weft.kernels.ops import ExpertChoice, ExpertWeights, Ops, Product, Rope
 from weft.kernels.short_conv import ShortConvLayer
 from weft.kernels.triton_base import (
     INTERPRETED,

@@ -19,13 +19,7 @@ from torch import Tensor
 from weft.core.errors import ConfigError
 from weft.kernels.activations import Activation
 from weft.kernels.lora.base import ExpertStep, LoraStep
-from weft.kernels.ops import (
-    ExpertChoice,
-    ExpertWeights,
-    Ops,
-    Product,
-    choose_experts,
-)
+from weft.kernels.ops import ExpertChoice, ExpertWeights, Ops, Product, choose_experts
 from weft.models.family import MoeConfig
 from weft.models.layers import Linear, StepContext
 
