@@ -144,8 +144,8 @@ def import_tenants(
             raise ConfigError(f"{file}: it is not UTF-8", "file") from error
         except ConfigError as error:
             raise ConfigError(f"{file}: {error.message}", error.param) from None
-        if not tables:  # it may be half written
-            message = "it has no tenants, so no tenant's key would be good any more"
+        if not tables:  # the file may be half written
+            message = "it has no tenants, and an import would make all tenants' keys invalid"
             raise ConfigError(f"{file}: {message}", "file")
     with opened(registry, make=True) as shared:
         known = shared.state.tenants

@@ -53,7 +53,7 @@ async def read_addresses(where: str) -> list[str]:
             if not is_address(line):
                 message = f"--fleet {where}: lines must be HOST:PORT, got {line[:80]!r}"
                 raise ConfigError(message, "fleet")
-        if not found:  # it may be half written
+        if not found:  # the file may be half written
             raise ConfigError(f"--fleet {where}: it names no HOST:PORT", "fleet")
         return found
     host, _, port = where.rpartition(":")
@@ -83,7 +83,7 @@ class Members:
         self._named: dict[str, str] = {}
         """By node that is linked: at which address."""
         self._twins: dict[str, str] = {}
-        """By address: the node's name that the log says is another's too."""
+        """By address: the name of the node there, if the log has said that it is not unique."""
         self._closing = False
         self._tasks = [asyncio.create_task(self._tick())]
         if where is not None:

@@ -91,9 +91,9 @@ class FleetArgs:
 
 
 def check_free(listen: str) -> None:
-    """Raise ConfigError if this HOST:PORT is taken, or is no address of this machine: before an
-    engine loads, which may take minutes. A HOST that is the name of an interface is not looked
-    at."""
+    """Raises ConfigError if this HOST:PORT is taken, or is no address of this machine. It is called
+    before an engine loads, which may take minutes. A HOST that names a network interface is not
+    checked."""
     host, _, port = listen.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)

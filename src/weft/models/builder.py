@@ -72,8 +72,8 @@ class LayerBuilder:
         return RowNorm(weight_I, eps, index, self.ops, self.ranks, offset, centered, factor)
 
     def norms_of(self, layer: int) -> list[RowNorm]:
-        """The norms around attention and MLP, in the order of their use. Those whose output is
-        added to the residual stream include the factor of what is added."""
+        """The norms around attention and MLP, in the order of their use. A norm whose output is
+        added to the residual stream also multiplies it by the model's factor for that."""
         config, names = self.config, self.config.norm_names
         after = {"post": names, "both": names[1::2]}.get(config.blocks, ())
         factors = (config.scales.residual if name in after else 1.0 for name in names)

@@ -369,8 +369,8 @@ OTHERS = {
         replace(family, text_of="mistral3", tied_by_text=True) for family in (_MINISTRAL3, MISTRAL4)
     ),
 }
-"""Further families of architectures, which the type of the model tells apart, or that of its text
-part."""
+"""Further families of an architecture. The `model_type` of a configuration, or of its text part,
+tells which family it is."""
 
 
 def family_of(architecture: str, raw: Mapping[str, Any]) -> Family:

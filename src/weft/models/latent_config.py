@@ -45,13 +45,14 @@ def _latent_scales(hf: Any) -> Scales:
     return Scales(attention=scale)
 
 
-def _share_as_whole(hf: Any) -> tuple[RopeParameters | None, ...]:
-    """Ropes whose `partial_rotary_factor` is the rotated share of a whole head."""
+def _ropes_of_rotated_part(hf: Any) -> tuple[RopeParameters | None, ...]:
+    """The rope parameters of each layer. `partial_rotary_factor` states the share of a head that is
+    rotated. It becomes 1, as rope is applied to that part of a head alone. Raises ConfigError."""
     stated, size = hf.rope_parameters, hf.qk_nope_head_dim + hf.qk_rope_head_dim
     share, kind = stated.get("partial_rotary_factor"), stated.get("rope_type")
     known = type(share) in (int, float) and 0 < share <= 1
     if not known or int(size * share) != hf.qk_rope_head_dim:
-        message = f"partial_rotary_factor must be {hf.qk_rope_head_dim} of {size}, got {share!r}"
+        message = f"partial_rotary_factor must be {hf.qk_rope_head_dim} / {size}, got {share!r}"
         raise ConfigError(message, "rope_parameters")
     if kind in ("default", "proportional"):  # as transformers then rotates all of a head
         message = f"rope type {kind} is not served for {hf.model_type}"
@@ -81,7 +82,7 @@ GLM4_MOE_LITE = replace(
 MISTRAL4 = replace(
     DEEPSEEK_V3,
     model_type="mistral4",
-    ropes=_share_as_whole,
+    ropes=_ropes_of_rotated_part,
     query_growth=True,
     moe=mixtures.mistral4_moe,
     other_types=(),

@@ -9,6 +9,7 @@ from weft.models.family import RopeParameters
 
 
 def no_windows(hf: Any) -> tuple[int | None, ...]:
+    """No layer has a window."""
     return (None,) * int(hf.num_hidden_layers)
 
 
@@ -21,7 +22,7 @@ def one_window_by_type(hf: Any) -> tuple[int | None, ...]:
 
 
 def windows_but_linear(hf: Any) -> tuple[int | None, ...]:
-    """No windows, in layers of full and of linear attention."""
+    """No layer has a window. Raises ConfigError unless each has full or linear attention."""
     return (None,) * len(layer_types(hf, "full_attention", "linear_attention"))
 
 

@@ -62,7 +62,7 @@ class RowNorm:
     centered: bool = False
     """Whether it is a LayerNorm without a bias; else it is an RMS norm."""
     factor: float = 1.0
-    """What an adapter's weights are multiplied by."""
+    """What the output is multiplied by. An adapter's own weights do not include it."""
 
     def __call__(
         self,

@@ -127,7 +127,7 @@ def read_rope(
     if kind == "yarn":
         # transformers takes 0 for the default of these fields.
         read = {k: v for k, v in read.items() if v or not k.startswith("beta_")}
-    if kind == "dynamic":  # it stretches contexts beyond the model's own limit alone
+    if kind == "dynamic":  # it differs only beyond the model's own limit, which is refused
         kind, read = "default", {}
     theta = float(p["rope_theta"])
     return RopeConfig(theta, kind, partial_rotary_factor=share, interleaved=interleaved, **read)

@@ -114,9 +114,9 @@ class Log:
             ahead = min(2 * ahead, _MAX_AHEAD)
 
     def confirm(self) -> Steps[None]:
-        """Raise RegistryUnavailable unless the store still has the entry that was read last, or a
-        mark that it may be gone. Without both, the store is another registry's, as where a file
-        system came back without its content. To be asked after the store did not answer."""
+        """Raises RegistryUnavailable unless the store still has the entry that was read last, or a
+        mark that this entry may be gone. Otherwise the store holds another registry, for example if
+        a file system came back without its content. Call it after the store did not answer."""
         seq = self.state.seq
         if seq == 0:
             return

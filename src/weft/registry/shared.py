@@ -272,7 +272,7 @@ class SharedRegistry:
 
     def _drive(self, steps: Steps[_T]) -> _T:
         """Run an operation of the log, and tell listeners what it has read, even if it fails half
-        way. If the one before it failed, the store must first prove that it is the same."""
+        way. If the last operation failed, first check that the store holds the same registry."""
         try:
             if self._ask.failed:
                 self._ask.run(self._log.confirm())

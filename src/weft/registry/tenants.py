@@ -78,7 +78,7 @@ class Member:
 
 
 class ExpiredKey(Unauthorized):
-    """A key that was good for a while. `caller` says whose it is."""
+    """The key has expired. `caller` says whose key it is."""
 
     def __init__(self, message: str, caller: Caller) -> None:
         super().__init__(message)
