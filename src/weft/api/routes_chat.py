@@ -197,7 +197,11 @@ class Turn:
         if not body.tools or body.tool_choice == "none":
             return []
         if self._dialect.tool_format is None:
-            raise InvalidRequest("this model's chat template takes no tools", "tools")
+            message = (
+                "tools can't be used: this model's chat template has no known format of calls, or"
+                " the server has --tool-call-parser none"
+            )
+            raise InvalidRequest(message, "tools")
         return [tool.to_template() for tool in body.tools]
 
     def _form(self) -> StructuredOutputs | None:
