@@ -141,6 +141,27 @@ def test_a_wrong_file_is_refused_with_the_place(text: str, place: str) -> None:
         ('[tenants.a]\nmay_use = ["sql"]', "it must be TENANT/ADAPTER, or TENANT/* for all"),
         (f"[tenants.a]\nkeys = [{KEY.replace('0', 'G', 1)}]", "it must be 64 hexadecimal digits"),
         ("[tenants.'a/b']", "it must be letters and digits of ASCII"),
+        (f"[tenants.'{'a' * 65}']", "it must have at most 64 characters"),
+        (
+            f"[tenants.a]\nkeys = [{KEY[:-1]}, expires = 2027-01-01 }}]",
+            "such as 2027-01-01T00:00:00Z",
+        ),
+        (f"[tenants.a]\nkeys = [{KEY[:-1]}, expires = 2027-01-01T00:00:00 }}]", "with a time zone"),
+        (
+            f"[tenants.a]\nkeys = [{KEY[:-1]}, expires = '2027-01-01T00:00:00Z' }}]",
+            "without quotes",
+        ),
+        ("[tenants.a]\nkeys = [" + KEY.replace('"use"', "") + "]", "it must not be empty"),
+        ("[tenants.a]\nkeys = 1", "it must be a list"),
+        ("[tenants.a]\nkeys = [1]", "it must be a table"),
+        ("[tenants.a]\nweight = 0", "it must be more than 0"),
+        ("[tenants.a]\nweight = 'x'", "it must be a number"),
+        ("[tenants.a]\nshares_prefixes = 1", "it must be true or false"),
+        ("[tenants.a]\nmay_use = [1]", "it must be a text"),
+        ("[tenants.a]\ncaps = 1", "it must be a table"),
+        ("[tenants.a]\ncaps = { max_seats = 0 }", "it must be at least 1"),
+        ("[tenants.a]\ncaps = { max_seats = 1.5 }", "it must be a whole number"),
+        ("tenants = 1", "it must be a table"),
     ],
 )
 def test_what_has_another_form_is_refused_in_words(text: str, told: str) -> None:

@@ -159,19 +159,45 @@ def _tables(text: str) -> dict[str, _Tenant]:
         raise ConfigError(f"it is not TOML: {error}", "tenants") from None
 
 
+_MOMENT = "a date and time with a time zone, without quotes, such as 2027-01-01T00:00:00Z"
+_WANTED = {
+    "bool": "true or false",
+    "datetime": _MOMENT,
+    "dict": "a table",
+    "float": "a number",
+    "int": "a whole number",
+    "list": "a list",
+    "model": "a table",
+    "string": "a text",
+    "timezone": _MOMENT,
+}
+"""What a field takes, by the first word of the fault's type."""
+
+
 def _refuse_first(error: ValidationError, *place: str) -> NoReturn:
     first = error.errors(include_url=False, include_input=False)[0]
     match first["type"]:
         case "string_pattern_mismatch":
             told = f"it must be {_PATTERNS[first['ctx']['pattern']]}"
+        case "greater_than":
+            told = f"it must be more than {first['ctx']['gt']:g}"
+        case "greater_than_equal":
+            told = f"it must be at least {first['ctx']['ge']:g}"
+        case "less_than_equal":
+            told = f"it must be at most {first['ctx']['le']:g}"
+        case "too_short":
+            told = "it must not be empty"
+        case "string_too_long":
+            told = f"it must have at most {first['ctx']['max_length']} characters"
         case "extra_forbidden":
             told = "there is no such field"
         case "missing":
             told = "it is required"
         case "literal_error":
             told = f"it must be {first['ctx']['expected']}"
-        case _:
-            told = first["msg"]
+        case kind:
+            wanted = _WANTED.get(kind.split("_")[0])
+            told = first["msg"] if wanted is None else f"it must be {wanted}"
     _refuse(_place([*place, *(part for part in first["loc"] if part != "[key]")]), told)
 
 
