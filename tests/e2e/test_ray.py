@@ -82,9 +82,10 @@ def machines() -> Iterator[Machines]:
 
 @pytest.fixture
 def args(tmp_path: Path) -> ClusterArgs:
-    registry = str(tmp_path / "registry")
+    registry = tmp_path / "registry"
+    registry.mkdir()
     return ClusterArgs(
-        model=str(BASE), num_nodes=2, registry=registry, port=free_port(), flags=FLAGS
+        model=str(BASE), num_nodes=2, registry=str(registry), port=free_port(), flags=FLAGS
     )
 
 

@@ -53,6 +53,7 @@ def load(server: Server, name: str, adapter: str, **more: object) -> None:
 
 def test_two_servers_on_one_registry(tmp_path: Path) -> None:
     store = tmp_path / "registry"
+    store.mkdir()
     flags = ("--registry", str(store), "--lora-root", str(next(iter(ADAPTERS.values())).parent))
     with ExitStack() as running:
 

@@ -267,8 +267,11 @@ class ServeFlags:
                 param = name.removeprefix("--").partition(" ")[0].replace("-", "_")
                 raise ConfigError(f"{name} can't be given with --registry: {instead}", param)
         from weft.registry.shared import SharedRegistry  # not every server has one
-        from weft.registry.stores import open_store
+        from weft.registry.stores import is_new_folder, open_store
 
+        if is_new_folder(self.registry):  # it may not be mounted yet
+            message = "there is no such folder; mount it, or make it if a new registry begins there"
+            raise ConfigError(f"--registry {self.registry}: {message}", "registry")
         with interrupts_at_once():
             return SharedRegistry(open_store(self.registry))
 

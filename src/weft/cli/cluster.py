@@ -191,8 +191,9 @@ def _run_local(folder: ClusterFolder, args: ClusterArgs) -> None:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     console.print(f"Nodes write to {folder.path}/*.log; Ctrl-C ends them all.", soft_wrap=True)
     try:
-        if "://" not in args.registry:  # adapters can be pushed there while the nodes start
-            DirectoryStore(Path(args.registry))
+        place = args.registry.removeprefix("file://")
+        if "://" not in place:  # nodes make none: a later one may find a file system unmounted
+            DirectoryStore(Path(place))
         for node_name in args.names:
             check_port(args.port_of(node_name))
         while (wanted := folder.read()).num_nodes:

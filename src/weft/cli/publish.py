@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.releases import (
-    NamedAdapter,
-    Registry,
-    actor,
-    is_new_folder,
-    opened,
-    say_new,
-)
+from weft.cli.releases import NamedAdapter, Registry, actor, opened, say_new
 from weft.core.errors import AdapterError, ConfigError, RegistryUnavailable
 from weft.core.interrupts import interrupts_at_once
 from weft.terminal.commands import Commands
@@ -80,6 +73,7 @@ def push(
             _send(adapter, name, url, base, pinned, api_key)
             return
         from weft.publishing import publish
+        from weft.registry.stores import is_new_folder
 
         new = is_new_folder(str(registry))
         with interrupts_at_once():

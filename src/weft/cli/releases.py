@@ -176,7 +176,7 @@ def opened(uri: str, *, make: bool = False, writes: bool = True) -> Iterator[Sha
     folder that is not there is made only where that is asked for. To be read, it needs neither room
     nor the right to write."""
     from weft.registry.shared import SharedRegistry
-    from weft.registry.stores import open_store
+    from weft.registry.stores import is_new_folder, open_store
 
     with ending_in_one_line():
         new = is_new_folder(uri)
@@ -188,12 +188,6 @@ def opened(uri: str, *, make: bool = False, writes: bool = True) -> Iterator[Sha
             yield shared
         if new:
             say_new(uri)
-
-
-def is_new_folder(uri: str) -> bool:
-    """Whether a registry is to be in a folder that is not there."""
-    folder = uri.removeprefix("file://")
-    return "://" not in folder and not Path(folder).is_dir()
 
 
 def say_new(uri: str) -> None:

@@ -84,6 +84,12 @@ def open_store(uri: str) -> Store:
     return BucketStore(uri)
 
 
+def is_new_folder(uri: str) -> bool:
+    """Whether a registry is to be in a folder that is not there."""
+    folder = uri.removeprefix("file://")
+    return "://" not in folder and not Path(folder).is_dir()
+
+
 class DirectoryStore:
     """A folder of a local disk, or of one that several machines mount, such as NFS. A key is
     written to a file aside, which is flushed and then linked to its place: that takes effect at
