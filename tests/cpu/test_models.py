@@ -590,6 +590,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         topk_group=1,
         norm_topk_prob=False,
     ),
+    # No state outlives a step.
+    "nemotron-h-long-steps": NemotronHConfig(
+        **NEMOTRON_H,
+        layers_block_type=["linear_attention", "full_attention"],
+        n_groups=2,
+        head_dim=8,
+        time_step_min=800.0,
+    ),
     "glm": GlmConfig(**SIZES, **NO_PAD, head_dim=12, rms_norm_eps=1e-5),
     "glm4": Glm4Config(**SIZES, **NO_PAD, head_dim=16, rms_norm_eps=1e-5),
     "glm4-whole-rope-tied": Glm4Config(
