@@ -41,6 +41,7 @@ from transformers import (
     GraniteMoeSharedConfig,
     GraniteMoeSWAConfig,
     GraniteSWAConfig,
+    HeliumConfig,
     HunYuanDenseV1Config,
     HyperCLOVAXConfig,
     InternLM3Config,
@@ -72,9 +73,11 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
+    SarvamMLAConfig,
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
+    VaultGemmaConfig,
     YoutuConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -371,6 +374,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "ernie4.5": Ernie4_5Config(**SIZES, head_dim=12),
     "ernie4.5-untied-bias": Ernie4_5Config(
         **SIZES, **YARN, head_dim=8, use_bias=True, tie_word_embeddings=False
+    ),
+    "helium": HeliumConfig(**SIZES, head_dim=8),
+    "helium-tied-bias": HeliumConfig(
+        **SIZES,
+        **YARN,
+        head_dim=8,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
     ),
     "cwm": CwmConfig(**SIZES | {"num_hidden_layers": 5}, **LLAMA3, head_dim=12, sliding_window=6),
     "cwm-tied-bias": CwmConfig(
@@ -712,6 +724,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attention_bias=True,
         tie_word_embeddings=True,
     ),
+    "sarvam-mla": SarvamMLAConfig(
+        **SIZES | LATENT, **ROUTED, **YARN_FULL, q_lora_rank=None, n_shared_experts=2
+    ),
     "youtu": YoutuConfig(**SIZES | LATENT, q_lora_rank=24),
     "youtu-untied-bias": YoutuConfig(
         **SIZES | LATENT,
@@ -845,6 +860,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         final_logit_softcapping=None,
         attention_bias=True,
         tie_word_embeddings=False,
+    ),
+    "vaultgemma": VaultGemmaConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        head_dim=12,
+        query_pre_attn_scalar=3,
+        sliding_window=6,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=5.0,
     ),
     "gemma3": Gemma3TextConfig(
         **SIZES | {"num_hidden_layers": 7},
@@ -1007,6 +1030,7 @@ AGAIN = {
     "granite-swa-untied-bias",
     "hyperclovax-tied-bias",
     "youtu-untied-bias",
+    "helium-tied-bias",
 }
 """Configurations whose features others have too, in other families."""
 

@@ -53,6 +53,7 @@ from transformers import (
     GraniteMoeSharedConfig,
     GraniteMoeSWAConfig,
     GraniteSWAConfig,
+    HeliumConfig,
     HunYuanDenseV1Config,
     HyperCLOVAXConfig,
     Lfm2Config,
@@ -80,6 +81,7 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
+    VaultGemmaConfig,
     YoutuConfig,
 )
 
@@ -166,6 +168,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "olmo2": Olmo2Config(**SIZES, pad_token_id=None, tie_word_embeddings=False),
     "olmo3": Olmo3Config(**SIZES, pad_token_id=None, sliding_window=24, layer_types=WINDOW_AND_ALL),
     "ernie4.5": Ernie4_5Config(**SIZES, pad_token_id=None, head_dim=16, use_bias=True),
+    "helium": HeliumConfig(**SIZES | {"bos_token_id": 1, "eos_token_id": []}, head_dim=8),
     "cwm": CwmConfig(
         **SIZES | {"bos_token_id": 1, "eos_token_id": []},
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
@@ -290,6 +293,14 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     ),
     "gemma": GemmaConfig(**SIZES, head_dim=16),
     "gemma2": Gemma2Config(
+        **SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=8,
+        sliding_window=24,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=20.0,
+    ),
+    "vaultgemma": VaultGemmaConfig(
         **SIZES,
         head_dim=16,
         query_pre_attn_scalar=8,
@@ -519,6 +530,7 @@ UNTIED = (
         "arcee",
         "hyperclovax",
         "apertus",
+        "helium",
         "qwen3.5",
     ),
     *MIXTURES,
@@ -526,7 +538,8 @@ UNTIED = (
 NEWER = (
     *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
     *("cohere2", "seed-oss", "exaone4", "hunyuan", "ernie4.5", "cwm", "granite-swa"),
-    *("arcee", "hyperclovax", "youtu", "apertus", "qwen3.5", "lfm2"),
+    *("arcee", "hyperclovax", "youtu", "apertus", "helium", "vaultgemma"),
+    *("qwen3.5", "lfm2"),
 )
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "deepseek-v3")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;

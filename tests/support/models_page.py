@@ -121,6 +121,7 @@ ROWS = [
         limits=IMAGES,
     ),
     Row("Gemma 1, 2", "gemma2", ("Gemma", "Gemma2"), limits="no tools"),
+    Row("VaultGemma", "vaultgemma", ("VaultGemma",), limits="no tools"),
     Row(
         "Gemma 3",
         "gemma3",
@@ -178,6 +179,7 @@ ROWS = [
         limits="no rope type that scales cos and sin",
     ),
     Row("ERNIE 4.5 dense", "ernie4.5", ("Ernie4_5",), limits="no tools"),
+    Row("Helium", "helium", ("Helium",), limits="no tools"),
     Row("CWM", "cwm", ("Cwm",), reasoning=THINK, limits="no tools"),
     Row("Apertus", "apertus", ("Apertus",), limits="no tools"),
     Row("Arcee (AFM)", "arcee", ("Arcee",), limits="no tools"),
@@ -259,6 +261,12 @@ ROWS = [
         tools="`mistral_v11`",
         reasoning="`[THINK]`",
         limits="images refused where it is the text part of `Mistral3ForConditionalGeneration`",
+    ),
+    Row(
+        "Sarvam (MLA)",
+        "deepseek-v3",
+        ("SarvamMLA",),
+        limits="no tools; `q_proj` in the place of `q_a_proj` and `q_b_proj`",
     ),
     Row("Youtu-LLM", "youtu", ("Youtu",), reasoning=THINK, limits="no tools"),
     Row(

@@ -20,7 +20,14 @@ from weft.models.family import (
     biased,
 )
 from weft.models.gemma4_config import GEMMA4, gemma_scales
-from weft.models.latent_config import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4, YOUTU
+from weft.models.latent_config import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
+    MISTRAL4,
+    SARVAM_MLA,
+    YOUTU,
+)
 from weft.models.layer_types import (
     attention_types,
     linear_layers,
@@ -271,6 +278,13 @@ FAMILIES: dict[str, Family] = {
         mlp_bias="use_bias",
         interleaved_rope=True,
     ),
+    "HeliumForCausalLM": Family(
+        "helium",
+        no_windows,
+        attention_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        interleaved_rope=True,
+    ),
     "CwmForCausalLM": Family("cwm", one_window_by_type, mlp_bias="mlp_bias"),
     "Exaone4ForCausalLM": Family(
         "exaone4", one_window_by_type, qk_norm="head", blocks="post", ropes=_exaone4_ropes
@@ -328,6 +342,7 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "Mistral4ForCausalLM": MISTRAL4,
     "YoutuForCausalLM": YOUTU,
+    "SarvamMLAForCausalLM": SARVAM_MLA,
     "Dots1ForCausalLM": biased("dots1", one_window_by_type, qk_norm="head", moe=mixtures.glm4_moe),
     "SolarOpenForCausalLM": Family(
         "solar_open", no_windows, attention_bias="attention_bias", moe=mixtures.routed
@@ -355,6 +370,13 @@ FAMILIES: dict[str, Family] = {
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "GemmaForCausalLM": _GEMMA,
     "Gemma2ForCausalLM": _GEMMA2,
+    "VaultGemmaForCausalLM": replace(
+        _GEMMA2,
+        model_type="vaultgemma",
+        windows=one_window_by_type,
+        blocks="pre",
+        norm_names=lambda hf: ("input_layernorm", "pre_feedforward_layernorm"),
+    ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_of="gemma3"),
     "Gemma4ForCausalLM": GEMMA4,
@@ -365,6 +387,7 @@ FAMILIES: dict[str, Family] = {
 
 OTHERS = {
     "LlamaForCausalLM": (_INTERNLM3, _IQUEST_CODER),
+    "DeepseekV3ForCausalLM": (SARVAM_MLA,),
     "Mistral3ForConditionalGeneration": tuple(
         replace(family, text_of="mistral3", tied_by_text=True) for family in (_MINISTRAL3, MISTRAL4)
     ),

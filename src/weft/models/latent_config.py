@@ -88,3 +88,4 @@ MISTRAL4 = replace(
     other_types=(),
 )
 YOUTU = replace(DEEPSEEK_V3, model_type="youtu", moe=lambda hf: None, other_types=())
+SARVAM_MLA = replace(DEEPSEEK_V3, model_type="sarvam_mla", other_types=())
