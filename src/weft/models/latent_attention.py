@@ -1,4 +1,4 @@
-"""Multi-head latent attention, as in DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash and Mistral 4.
+"""Multi-head latent attention, as in DeepSeek V2 and V3, Kimi K2 and Mistral 4.
 
 The keys and values of a token are projections of one short vector, its latent c: a head's key is
 W_K c, and its value is W_V c. All heads also share one rotated key k_r. The cache holds only c and

@@ -222,7 +222,7 @@ TOOL_FORMATS = {
 }
 """Formats by name. The templates show how each is written. Beyond that:
 
-- hermes: Hermes, Qwen 2.5 and 3, Granite 4, EXAONE 4, SmolLM 3, ERNIE 4.5 Thinking
+- hermes: Hermes, Qwen 2.5 and 3, Granite 4, EXAONE 4, K-EXAONE, SmolLM 3, ERNIE 4.5 Thinking
 - llama3_json: Llama 3.1 to 3.3, at the beginning of an output or behind the mark
 - mistral: up to version 7 of its tokenizers; a name and its arguments are read, too
 - mistral_v11: later ones
