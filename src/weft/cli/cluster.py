@@ -191,9 +191,8 @@ def _run_local(folder: ClusterFolder, args: ClusterArgs) -> None:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     console.print(f"Nodes write to {folder.path}/*.log; Ctrl-C ends them all.", soft_wrap=True)
     try:
-        place = args.registry.removeprefix("file://")
-        if "://" not in place:  # nodes make none: a later one may find a file system unmounted
-            DirectoryStore(Path(place))
+        if "://" not in (place := args.registry.removeprefix("file://")):
+            DirectoryStore(Path(place))  # nodes make none: a file system may not be mounted there
         for node_name in args.names:
             check_port(args.port_of(node_name))
         while (wanted := folder.read()).num_nodes:
