@@ -72,23 +72,24 @@ def push(
                 raise ConfigError("--no-release needs --registry", "release")
             _send(adapter, name, url, base, pinned, api_key)
             return
-        from weft.publishing import publish
-        from weft.registry.stores import is_new_folder
+        assert registry is not None
+        _publish(adapter, name, registry, base, pinned, release)
 
-        new = is_new_folder(str(registry))
-        with interrupts_at_once():
-            version = publish(
-                str(registry),
-                name,
-                adapter,
-                release=release,
-                pinned=pinned,
-                base=base,
-                actor=actor(),
-            )
-        typer.echo(f"{name}: sha256:{version.digest}, {version.num_bytes:,} bytes")
-        if new:
-            say_new(str(registry))
+
+def _publish(
+    adapter: str, name: str, registry: str, base: str | None, pinned: bool, release: bool
+) -> None:
+    from weft.publishing import publish
+    from weft.registry.stores import is_new_folder
+
+    new = is_new_folder(registry)
+    with interrupts_at_once():
+        version = publish(
+            *(registry, name, adapter), release=release, pinned=pinned, base=base, actor=actor()
+        )
+    typer.echo(f"{name}: sha256:{version.digest}, {version.num_bytes:,} bytes")
+    if new:
+        say_new(registry)
 
 
 def _send(
