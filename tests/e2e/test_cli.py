@@ -408,7 +408,7 @@ def test_a_file_that_has_no_tenants_makes_no_registry(tmp_path: Path) -> None:
     wrong = (
         (b"\xff\xfe", "it is not UTF-8"),
         (b"[", "it is not TOML"),
-        (b"", "it has no tenants, so no"),
+        (b"", "it has no tenants, and an import"),
     )
     for content, why in wrong:
         file.write_bytes(content)
