@@ -395,14 +395,6 @@ def test_a_missing_tokenizer(tmp_path: Path) -> None:
     assert "tokenizer" in line and "--skip-tokenizer-init" in line
 
 
-def test_a_server_makes_no_folder_for_its_registry(tmp_path: Path) -> None:
-    """It would be open to all, where it only starts before a file system is mounted."""
-    for given in (f"{tmp_path}/registry", f"file://{tmp_path}/registry"):
-        line = refusal("serve", BASE, "--port", "0", "--registry", given)
-        assert f"--registry {given}: there is no such folder; mount it" in line
-    assert not any(tmp_path.iterdir())
-
-
 def test_a_file_that_has_no_tenants_makes_no_registry(tmp_path: Path) -> None:
     file, registry = tmp_path / "tenants.toml", tmp_path / "registry"
     wrong = (

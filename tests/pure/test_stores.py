@@ -202,10 +202,13 @@ class TestDirectory:
         with pytest.raises(ConfigError, match=f"can't be in {tmp_path}: {tmp_path}/aside: File"):
             open_store(str(tmp_path))
 
-    def test_a_path_that_leads_nowhere_is_refused(self, tmp_path: Path) -> None:
-        """A typo must not start an empty registry."""
-        with pytest.raises(ConfigError, match=f"there is no folder {tmp_path / 'typo'}$"):
-            ServeFlags(registry=str(tmp_path / "typo" / "registry")).shared_registry()
+    @pytest.mark.parametrize("given", ["{}/registry", "{}/typo/registry", "file://{}/registry"])
+    def test_a_server_makes_no_folder_for_its_registry(self, tmp_path: Path, given: str) -> None:
+        """An empty registry has no tenants, so it is open: neither a typo nor a file system that is
+        not mounted must begin one."""
+        uri = given.format(tmp_path)
+        with pytest.raises(ConfigError, match=f"^--registry {uri}: there is no such folder; mount"):
+            ServeFlags(registry=uri).shared_registry()
         assert not list(tmp_path.iterdir())
 
 
