@@ -10,7 +10,7 @@ from typing import Protocol
 
 from weft.core.errors import InvalidRequest, Unauthorized
 from weft.core.tenants import Tenant
-from weft.registry.tenants import Caller, Directory, ExpiredKey, Keychain
+from weft.registry.tenants import Caller, Directory, Keychain
 
 caller_var: ContextVar[Caller | None] = ContextVar("caller", default=None)
 """Who sent the current HTTP request, or whose expired key it has. None: it needed no key, or has
@@ -56,20 +56,30 @@ def keychain_of(keys: Iterable[tuple[str, str]]) -> Keychain:
 
 
 def caller_of(authorization: str | None, keychain: Keychain) -> Caller:
-    """Who sends a request with this header. Raises Unauthorized, ExpiredKey."""
+    """Who sends a request with this header. Raises Unauthorized."""
     hint = "send it as 'Authorization: Bearer KEY'"
     if not authorization:
         raise Unauthorized(f"No API key provided; {hint}")
-    scheme, _, token = authorization.partition(" ")
+    scheme, key = _scheme_and_key(authorization)
     try:
-        caller = keychain.caller(token.strip().encode("latin-1"), datetime.now(UTC))
-        if scheme.lower() != "bearer":
-            raise Unauthorized("Incorrect API key provided")
-    except ExpiredKey:
-        raise
+        caller = keychain.caller(key, datetime.now(UTC))
     except Unauthorized as error:
+        if keychain.owner(key) is not None:  # an expired key, which was sent as it should be
+            raise
         raise Unauthorized(f"{error.message}; {hint}") from None
+    if scheme != "bearer":
+        raise Unauthorized(f"Incorrect API key provided; {hint}")
     return caller
+
+
+def owner_of(authorization: str | None, keychain: Keychain) -> Caller | None:
+    """Whose key this header has, even if it has expired; None if it is nobody's."""
+    return keychain.owner(_scheme_and_key(authorization)[1]) if authorization else None
+
+
+def _scheme_and_key(authorization: str) -> tuple[str, bytes]:
+    scheme, _, key = authorization.partition(" ")
+    return scheme.lower(), key.strip().encode("latin-1")
 
 
 def tenant_of_key(key: bytes, keychain: Keychain) -> str:

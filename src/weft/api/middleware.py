@@ -16,14 +16,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.api.audit import AuditEntry, AuditLog, told_var
 from weft.api.bodies import is_id
-from weft.api.callers import caller_of, caller_var, client_var
+from weft.api.callers import caller_of, caller_var, client_var, owner_of
 from weft.api.http import CLIENT_LEFT, MESSAGES, error_response
 from weft.api.reading import IGNORED
 from weft.core.errors import PermissionDenied, Unauthorized, to_wire
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.metrics import Metrics, RequestRecord
 from weft.metrics.logs import log_request, request_id_var
-from weft.registry.tenants import Caller, ExpiredKey, Keychain
+from weft.registry.tenants import Caller, Keychain
 
 logger = logging.getLogger(__name__)
 
@@ -128,12 +128,12 @@ class RequireKey:
         if keychain is None:
             await self._app(scope, receive, send)
             return
+        authorization, app = _authorization(Headers(scope=scope)), self._app
         caller: Caller | None
         try:
-            caller = caller_of(_authorization(Headers(scope=scope)), keychain)
-            app = self._app
+            caller = caller_of(authorization, keychain)
         except Unauthorized as error:
-            caller = error.caller if isinstance(error, ExpiredKey) else None
+            caller = owner_of(authorization, keychain)
             app = error_response(error, scope["path"])
         token = caller_var.set(caller)
         try:

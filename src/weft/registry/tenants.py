@@ -77,14 +77,6 @@ class Member:
         return Caller(self.tenant.name, key.roles, key.id, self.may_use)
 
 
-class ExpiredKey(Unauthorized):
-    """The key has expired. `caller` says whose key it is."""
-
-    def __init__(self, message: str, caller: Caller) -> None:
-        super().__init__(message)
-        self.caller = caller
-
-
 class Keychain:
     """Finds the caller that a request's key belongs to."""
 
@@ -94,16 +86,23 @@ class Keychain:
         self._entries = {self._blinded(d): (caller, expires) for d, caller, expires in entries}
 
     def caller(self, secret: bytes, now: datetime) -> Caller:
-        """Whose key this is. Raises Unauthorized if it is nobody's, ExpiredKey if it has
-        expired."""
-        found = self._entries.get(self._blinded(hashlib.sha256(secret).digest()))
+        """Whose key this is. Raises Unauthorized if it is nobody's, or has expired."""
+        found = self._find(secret)
         if found is None:
             raise Unauthorized("Incorrect API key provided")
         caller, expires = found
         if expires is not None and now >= expires:
-            message = f"Expired API key provided; it was valid until {expires.isoformat()}"
-            raise ExpiredKey(message, caller)
+            since = expires.isoformat()
+            raise Unauthorized(f"Expired API key provided; it was valid until {since}")
         return caller
+
+    def owner(self, secret: bytes) -> Caller | None:
+        """Whose key this is, or was until it expired; None if it is nobody's."""
+        found = self._find(secret)
+        return found and found[0]
+
+    def _find(self, secret: bytes) -> tuple[Caller, datetime | None] | None:
+        return self._entries.get(self._blinded(hashlib.sha256(secret).digest()))
 
     def _blinded(self, digest: bytes) -> bytes:
         """The salted hash by which a key is looked up. As nobody outside knows the salt, the time
