@@ -28,7 +28,7 @@ from weft.core.folders import at_home, home_folder
 from weft.fleet.launchers import NODE, ClusterArgs, ClusterFolder, Launcher, Placed
 from weft.fleet.launchers.found import find_nodes
 from weft.fleet.launchers.local import HOST, MAX_FAILED, LocalLauncher, check_port
-from weft.registry.stores import DirectoryStore
+from weft.registry.stores import local_path, open_store
 from weft.terminal.commands import Commands
 from weft.terminal.options import Interval, ending_in_one_line, key_to_send, refusal_of
 from weft.terminal.plain import plain_json
@@ -191,8 +191,8 @@ def _run_local(folder: ClusterFolder, args: ClusterArgs) -> None:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     console.print(f"Nodes write to {folder.path}/*.log; Ctrl-C ends them all.", soft_wrap=True)
     try:
-        if "://" not in (place := args.registry.removeprefix("file://")):
-            DirectoryStore(Path(place))  # nodes make none: a file system may not be mounted there
+        if local_path(args.registry) is not None:  # nodes make none: it may not be mounted there
+            open_store(args.registry)
         for node_name in args.names:
             check_port(args.port_of(node_name))
         while (wanted := folder.read()).num_nodes:

@@ -43,11 +43,14 @@ class FrontDoor:
         self._engine: EngineClient | None = None
         self._telling: asyncio.Task[None] | None = None
 
+    def is_open(self, keys: Sequence[str]) -> bool:
+        """Whether requests need no key, neither one of these nor a tenant's."""
+        return not keys and (self.tenants is None or self.tenants.keychain is None)
+
     def warn_if_open(self, keys: Sequence[str], address: str) -> None:
-        """Log if requests need no key, neither one of these nor a tenant's, and come to an address
-        that other machines may reach."""
-        asks = bool(keys) or (self.tenants is not None and self.tenants.keychain is not None)
-        if not asks and not ip_address(address.partition("%")[0]).is_loopback:
+        """Log if requests need no key and come to an address that other machines may reach.
+        `keys`: as for `is_open`."""
+        if self.is_open(keys) and not ip_address(address.partition("%")[0]).is_loopback:
             logger.warning(
                 "requests need no key, and other machines may reach %s: whoever does may use,"
                 " replace and unload all adapters (see --api-key and --tenants)",

@@ -324,9 +324,7 @@ async def _follow(start: _Start, shared: SharedRegistry, follower: Follower) -> 
     await follower.start(start.flags.registry_boot == "eager")
     start.door.follow()
     if shared.state.seq == 0:  # as where a file system is not mounted yet
-        tenants = start.door.tenants
-        is_open = tenants is None or tenants.keychain is None
-        rest = ", so requests need no key" if is_open else ""
+        rest = ", so requests need no key" if start.door.is_open(start.flags.keys()) else ""
         message = "the registry %s is empty: it has neither adapters nor tenants%s"
         logger.warning(message, start.flags.registry, rest)
 

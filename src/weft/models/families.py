@@ -65,14 +65,7 @@ def _qwen3_5(hf: Any) -> LinearConfig | None:
     layers = linear_layers(hf)
     if layers is None:
         return None
-    return LinearConfig(
-        layers=layers,
-        num_keys=hf.linear_num_key_heads,
-        num_values=hf.linear_num_value_heads,
-        key_dim=hf.linear_key_head_dim,
-        value_dim=hf.linear_value_head_dim,
-        conv_width=hf.linear_conv_kernel_dim,
-    )
+    return LinearConfig.of_fields(hf, layers, conv_width=hf.linear_conv_kernel_dim)
 
 
 def _qwen3_next(hf: Any) -> LinearConfig | None:

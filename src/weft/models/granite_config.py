@@ -41,18 +41,13 @@ def _mamba(hf: Any) -> LinearConfig | None:
     layers = linear_layers(hf)
     if layers is None:
         return None
-    return LinearConfig(
-        layers=layers,
-        num_keys=hf.mamba_n_groups,
-        num_values=hf.mamba_n_heads,
-        key_dim=hf.mamba_d_state,
-        value_dim=hf.mamba_d_head,
+    return LinearConfig.of_fields(
+        *(hf, layers, ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head")),
         conv_width=hf.mamba_d_conv,
         mamba=True,
         conv_bias=bool(hf.mamba_conv_bias),
         projection_bias=bool(hf.mamba_proj_bias),
         name="mamba",
-        fields=("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head"),
     )
 
 

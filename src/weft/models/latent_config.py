@@ -60,32 +60,28 @@ def _ropes_of_rotated_part(hf: Any) -> tuple[RopeParameters | None, ...]:
     return ({**stated, "partial_rotary_factor": 1.0},) * int(hf.num_hidden_layers)
 
 
-DEEPSEEK_V3 = biased(
+_LATENT = biased(
     "deepseek_v3",
     no_windows,
     interleaved_rope="rope_interleave",
     latent=_latent,
     scales=_latent_scales,
     moe=mixtures.deepseek_v3_moe,
-    other_types=("kimi_k2",),
 )
+DEEPSEEK_V3 = replace(_LATENT, other_types=("kimi_k2",))
 DEEPSEEK_V2 = replace(
-    DEEPSEEK_V3,
+    _LATENT,
     model_type="deepseek_v2",
     interleaved_rope=True,
     moe=mixtures.deepseek_v2_moe,
-    other_types=(),
 )
-GLM4_MOE_LITE = replace(
-    DEEPSEEK_V3, model_type="glm4_moe_lite", moe=mixtures.glm4_moe_lite, other_types=()
-)
+GLM4_MOE_LITE = replace(_LATENT, model_type="glm4_moe_lite", moe=mixtures.glm4_moe_lite)
 MISTRAL4 = replace(
-    DEEPSEEK_V3,
+    _LATENT,
     model_type="mistral4",
     ropes=_ropes_of_rotated_part,
     query_growth=True,
     moe=mixtures.mistral4_moe,
-    other_types=(),
 )
-YOUTU = replace(DEEPSEEK_V3, model_type="youtu", moe=lambda hf: None, other_types=())
-SARVAM_MLA = replace(DEEPSEEK_V3, model_type="sarvam_mla", other_types=())
+YOUTU = replace(_LATENT, model_type="youtu", moe=lambda hf: None)
+SARVAM_MLA = replace(_LATENT, model_type="sarvam_mla")

@@ -37,18 +37,13 @@ def _linear(hf: Any) -> LinearConfig | None:
     layers = tuple(mixer == "linear" for mixer in _mixers(hf))
     if not any(layers):
         return None
-    return LinearConfig(
-        layers=layers,
-        num_keys=hf.n_groups,
-        num_values=hf.mamba_num_heads,
-        key_dim=hf.ssm_state_size,
-        value_dim=hf.mamba_head_dim,
+    return LinearConfig.of_fields(
+        *(hf, layers, ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim")),
         conv_width=hf.conv_kernel,
         mamba=True,
         conv_bias=bool(hf.use_conv_bias),
         projection_bias=bool(hf.use_bias),
         name="mixer",
-        fields=("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim"),
         least_step=float(hf.time_step_min),
     )
 

@@ -4,7 +4,7 @@ configuration."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weft.core.errors import ConfigError
 
@@ -31,6 +31,14 @@ class LatentConfig(NamedTuple):
     def width(self) -> int:
         """How many numbers of a token the cache of a layer holds."""
         return self.rank + self.rope_dim
+
+
+_FIELDS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +70,7 @@ class LinearConfig:
     """Whether the layer's two projections have biases."""
     name: str = "linear_attn"
     """What a decoder layer calls such a layer."""
-    fields: tuple[str, str, str, str] = (
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-    )
+    fields: tuple[str, str, str, str] = _FIELDS
     """The configuration's fields for `num_keys`, `num_values`, `key_dim` and `value_dim`."""
     least_step: float = 0.0
     """The least time step of Mamba 2, in prompts and in decodes; 0: there is no limit. transformers
@@ -75,6 +78,19 @@ class LinearConfig:
     go."""
     spans_ranks: bool = False
     """Whether this is one rank's share, and other ranks have heads of the same group."""
+
+    @classmethod
+    def of_fields(
+        cls,
+        hf: Any,
+        layers: tuple[bool, ...],
+        fields: tuple[str, str, str, str] = _FIELDS,
+        **more: Any,
+    ) -> LinearConfig:
+        """Make one whose four sizes are in these fields of a configuration `hf`. `layers` and
+        `more` are attributes of the result. Raises ConfigError."""
+        keys, values, key_dim, value_dim = (getattr(hf, name) for name in fields)
+        return cls(layers, keys, values, key_dim, value_dim, fields=fields, **more)
 
     def __post_init__(self) -> None:
         if self.num_values % self.num_keys:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from hashlib import sha256
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -90,7 +89,7 @@ class Log:
         self._ended_here = False
         """Whether this writer wrote that epoch's last entry."""
         self._last: bytes | None = None
-        """The digest of the entry that was read last; None if a snapshot was."""
+        """The entry that was read last; None if a snapshot was."""
 
     def boot(self) -> Steps[None]:
         """Load the newest snapshot, if there is one, and read the entries after it."""
@@ -121,7 +120,7 @@ class Log:
         if seq == 0:
             return
         content, mark = yield from _get([entry_key(seq), end_key((seq - 1) // self.state.epoch)])
-        is_same = mark is not None if content is None else self._last in (None, _digest(content))
+        is_same = mark is not None if content is None else self._last in (None, content)
         if not is_same:
             message = "another registry is in the place of the one that was read before:"
             what = "missing" if content is None else "another one"
@@ -189,7 +188,7 @@ class Log:
         return [*sorted(key for key in entries if _number(key) <= last), *snapshots[:-1]]
 
     def _take(self, content: bytes) -> None:
-        self.state, self._last = self._after(content), _digest(content)
+        self.state, self._last = self._after(content), content
         if self.state.seq % self.state.epoch == 0:
             self._to_save, self._ended_here = self.state, False
 
@@ -266,10 +265,6 @@ def _other_format(content: bytes) -> str | None:
         return None
     wanted = f"this version of Weft reads {FORMAT}"
     return None if found == FORMAT else f"its format is {found}, and {wanted}"
-
-
-def _digest(content: bytes) -> bytes:
-    return sha256(content).digest()
 
 
 def _put(key: str, content: bytes) -> Steps[bool]:

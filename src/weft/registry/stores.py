@@ -70,9 +70,7 @@ class Store(Protocol):
 def open_store(uri: str) -> Store:
     """Open the store of a URI: `s3://`, `gs://` or `az://` with a bucket and a prefix, or a folder,
     which is created if its parent exists. Raises ConfigError."""
-    scheme, found, rest = uri.partition("://")
-    if not found or scheme == "file":
-        path = rest if found else uri
+    if (path := local_path(uri)) is not None:
         if not path:  # the working directory is meant by "."
             raise ConfigError("a registry is a folder or a bucket, and none is named", "registry")
         return DirectoryStore(Path(path))
@@ -86,8 +84,14 @@ def open_store(uri: str) -> Store:
 
 def is_new_folder(uri: str) -> bool:
     """Whether a registry is to be in a folder that is not there."""
-    folder = uri.removeprefix("file://")
-    return "://" not in folder and not Path(folder).is_dir()
+    path = local_path(uri)
+    return path is not None and not Path(path).is_dir()
+
+
+def local_path(uri: str) -> str | None:
+    """The path of the folder that a URI names; None if it names a bucket."""
+    path = uri.removeprefix("file://")
+    return None if "://" in path else path
 
 
 class DirectoryStore:
