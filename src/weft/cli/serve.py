@@ -323,7 +323,7 @@ async def _follow(start: _Start, shared: SharedRegistry, follower: Follower) -> 
     logger.info("start: adapters of the registry")
     await follower.start(start.flags.registry_boot == "eager")
     start.door.follow()
-    if shared.state.seq == 0:  # as where a file system is not mounted yet
+    if shared.state.seq == 0:  # perhaps a file system is not mounted yet
         rest = ", so requests need no key" if start.door.is_open(start.flags.keys()) else ""
         message = "the registry %s is empty: it has neither adapters nor tenants%s"
         logger.warning(message, start.flags.registry, rest)
