@@ -13,8 +13,8 @@ from weft.core.tenants import Tenant
 from weft.registry.tenants import Caller, Directory, Keychain
 
 caller_var: ContextVar[Caller | None] = ContextVar("caller", default=None)
-"""Who sent the current HTTP request, or whose expired key it has. None: the
-request needed no key, or has a key that is nobody's."""
+"""Who sent the current HTTP request, or whose expired key it has. None: the request needed no key,
+or has a key that is nobody's."""
 client_var: ContextVar[str | None] = ContextVar("client", default=None)
 """The network address from which it came."""
 FAIRNESS = "x-llm-d-inference-fairness-id"

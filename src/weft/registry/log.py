@@ -113,8 +113,8 @@ class Log:
             ahead = min(2 * ahead, _MAX_AHEAD)
 
     def confirm(self) -> Steps[None]:
-        """Raises RegistryUnavailable unless the store still has the entry that was read last, or the
-        mark of an ended epoch, after which that entry may have been deleted. Without both, the
+        """Raises RegistryUnavailable unless the store still has the entry that was read last, or
+        the mark of an ended epoch, after which that entry may have been deleted. Without both, the
         store holds another registry, for example because a file system came back without its
         content. Call it after the store did not answer."""
         seq = self.state.seq
