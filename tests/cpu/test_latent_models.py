@@ -16,7 +16,9 @@ from weft import LLM
 from weft.core.config import ModelArgs
 from weft.core.errors import AdapterInvalid, AdapterQuarantined, ConfigError
 from weft.kernels.linear import DenseWeight
-from weft.kernels.lora.extras import _Absorbed
+from weft.kernels.lora import LoraStep
+from weft.kernels.lora.extras import ExtrasStep
+from weft.kernels.lora.grouped import GroupedStep
 from weft.models.config import load_model_config, share_of
 from weft.models.decoder import allocate_kv_cache, kv_bytes_per_block
 from weft.models.loading import dummy_weights, load_model, load_weights
@@ -126,15 +128,23 @@ def test_an_activated_lora_of_the_absorbed_projection_is_refused(
             llm.load_adapter("refused", tmp_path / "kv_b_proj")
 
 
-@pytest.mark.parametrize("method", ["scaled", "add_keys", "finish_values"])
+@pytest.mark.parametrize(
+    ("step", "method"),
+    [
+        (ExtrasStep, "scaled_queries"),
+        (ExtrasStep, "absorbed_values"),
+        (GroupedStep, "absorbed_keys"),
+        (GroupedStep, "absorbed_values"),
+    ],
+)
 def test_the_check_of_adapters_sees_the_absorbed_projection(
-    method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: type[LoraStep], method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = make_base(FAMILIES["deepseek-v3"], tmp_path / "base")
     make_adapter(base, KINDS["DoRA"], tmp_path / "DoRA", "deepseek-v3")
     with LLM(folder, **OPTIONS) as llm:
         llm.load_adapter("right", tmp_path / "DoRA")
-    monkeypatch.setattr(_Absorbed, method, lambda self, y, *_: y)
+    monkeypatch.setattr(step, method, lambda self, y, *_: y)
     wrong = pytest.raises(AdapterQuarantined, match="kv_b_proj was off by")
     with LLM(folder, **OPTIONS) as llm, wrong:
         llm.load_adapter("wrong", tmp_path / "DoRA")

@@ -10,7 +10,7 @@ from latent_cases import latent_batch, random_rope
 from weft.kernels.attention import Attend, KVCache, reference_attend
 from weft.kernels.attention.by_row import attend_by_row
 from weft.kernels.attention.sdpa import torch_attend
-from weft.kernels.ops import Ops
+from weft.kernels.ops import Ops, Pending, Product
 
 SIZES = 20, 8
 MIXED = [(1, 20), (9, 0), (1, 150), (5, 37)]
@@ -54,27 +54,45 @@ def test_kernels_attend_to_latents(
     assert_same(attend, lens, num_heads)
 
 
+def with_pending(y: torch.Tensor, slots: list[int]) -> Product:
+    """A product to whose rows of no negative slot something is to be added."""
+    slot_T = torch.tensor(slots, dtype=torch.int32)
+    add = torch.randn(y.shape).where(slot_T[:, None] >= 0, torch.nan)
+    return Product(y, Pending(add, slot_T))
+
+
+@pytest.mark.parametrize("kind", ["plain", "pending", "row by row", "no queries"])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_kernel_rotates_and_writes_as_torch_does(interleaved: bool) -> None:
+def test_the_kernels_norm_rotate_and_write_as_torch_does(interleaved: bool, kind: str) -> None:
     pytest.importorskip("triton")
     from weft.kernels.triton_ops import INTERPRETED, TritonOps
 
     if not INTERPRETED:
         pytest.skip("compiled kernels are for a GPU")
+    torch.manual_seed(0)
     _, cache, batch = latent_batch([(5, 3), (1, 7)], 3, SIZES, 4, torch.float32)
-    q_THD, out, a_TO = torch.randn(6, 11, 12), torch.zeros(6, 11, 28), torch.randn(6, 30)
-    rope = random_rope(6, 8, interleaved)
+    slots = [-1, -1, 0, 0, 0, 2]
+    a, q = Product(torch.randn(6, 10 + 28)), Product(torch.randn(6, 11 * 12))
+    rope, rows = random_rope(6, 8, interleaved), 1
+    if kind == "pending":
+        a, q = with_pending(a.y_TO, slots), with_pending(q.y_TO, slots)
+        rope = rope._replace(query_T11=1 + torch.rand(6, 1, 1))
+    elif kind == "row by row":
+        rows = 6
+    norms = torch.randn(rows, 10).squeeze(0), torch.randn(rows, 20).squeeze(0)
+    query_norm = None if kind == "no queries" else norms[0]
     caches, outs = [], []
     for ops in (Ops(), TritonOps(torch.device("cpu"))):
-        k = cache.k.clone()
-        own, rotated = KVCache(k, k[..., :20]), out.clone()
-        parts = q_THD[..., 4:], rotated[..., 20:], a_TO[:, 2:22], a_TO[:, 22:]
-        ops.rope_and_write_latents(*parts, rope, own, batch)
+        k, q_THW = cache.k.clone(), torch.zeros(6, 11, 28)
+        own = KVCache(k, k[..., :20])
+        query = ops.write_latents(a, query_norm, norms[1], 1e-6, rope, own, batch)
+        rest = ops.rotate_queries(q, q_THW[..., 20:], rope)
+        assert (query is None) == (kind == "no queries")
         caches.append(k)
-        outs.append(rotated)
+        outs.append([q_THW, rest] if query is None else [q_THW, rest, query])
     torch.testing.assert_close(outs[1], outs[0], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(caches[1], caches[0], atol=1e-6, rtol=1e-6, equal_nan=True)
     batch.slot_mapping_T[:] = -1  # rows of padding
     untouched = caches[1].clone()
-    TritonOps(torch.device("cpu")).rope_and_write_latents(*parts, rope, own, batch)
+    TritonOps(torch.device("cpu")).write_latents(a, None, norms[1], 1e-6, rope, own, batch)
     torch.testing.assert_close(caches[1], untouched, atol=0, rtol=0, equal_nan=True)

@@ -32,7 +32,7 @@ from weft.core.messages import Hold, Reply
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stages import Stages
 from weft.core.stats import CheckResult, EngineStats
-from weft.core.targets import Extras, ImageLayout, TargetTable, layout_of, vocabulary
+from weft.core.targets import Extras, ImageLayout, Target, TargetTable, layout_of, vocabulary
 from weft.kernels.checksum import PAGE, checksum
 from weft.kernels.lora import AdapterPool, Segment, base, extras, grouped
 from weft.kernels.lora.triton import TritonBackend, Tuning
@@ -275,14 +275,14 @@ def drop_extras(name: str) -> Callable[..., None]:
             monkeypatch.setattr(extras._Own, "norm", lambda *_: None)
         elif name == "all":
             monkeypatch.setattr(extras, "has_extras", lambda *_: False)
-        elif name in ("scale_offset", "shift_offset"):
-            right = extras._Own.vector
+        elif name in ("scale", "shift"):
+            right = extras._Own.scale_and_shift
 
-            def vector(self: Any, offsets: tuple[int, ...], *rest: int) -> Any:
-                dropped = offsets is getattr(self.layout, name)
-                return None if dropped else right(self, offsets, *rest)
+            def vectors(self: Any, target: Target) -> list[Tensor | None]:
+                scale, shift = right(self, target)
+                return [None, shift] if name == "scale" else [scale, None]
 
-            monkeypatch.setattr(extras._Own, "vector", vector)
+            monkeypatch.setattr(extras._Own, "scale_and_shift", vectors)
         else:
             rows = extras._Own.rows
 
@@ -305,8 +305,8 @@ WRONG: dict[str, Callable[[DeviceWorker, AdapterImage, Patch], None]] = {
     "rows of the base": spoil_rows,
     "an exception": spoil_error,
     "no extras": drop_extras("all"),
-    "no scale": drop_extras("scale_offset"),
-    "no shift": drop_extras("shift_offset"),
+    "no scale": drop_extras("scale"),
+    "no shift": drop_extras("shift"),
     "no norms": drop_extras("norm"),
     "no rows of the embedding": drop_extras("embedding_rows"),
     "no rows of the head": drop_extras("head_rows"),

@@ -18,10 +18,7 @@ from weft.checkpoint.pack import AdapterImage, allocate, fill, pair_views
 from weft.core.errors import InvalidRequest
 from weft.core.targets import Extras, ImageLayout, Target, TargetTable, layout_of
 
-_SUMMED = frozenset(
-    {"rank", "a_offset", "b_offset", "num_elements", "shift_offset"}
-    | {"has_absorbed", "has_experts"}
-)
+_SUMMED = frozenset({"rank", "a_offset", "b_offset", "num_elements", "shift_offset", "has_experts"})
 _DESCRIBES = frozenset(
     {"digest", "layout", "data", "targets", "provisional", "checksums"}
     | {"conversion_error", "conversion_worst"}

@@ -322,8 +322,6 @@ class ImageLayout:
     there are fewer, A, B and vectors have no effect for the tokens beyond."""
     has_experts: bool = False
     """Whether it changes experts."""
-    has_absorbed: bool = False
-    """Whether it changes projections that are absorbed; see `Packed`."""
 
     @property
     def max_rank(self) -> int:
@@ -369,12 +367,7 @@ def layout_of(
             b_offset.append(end if r else -1)
             end += copies * aligned(r * s.b_features)
     experts = any(rank[s.slice] for g in table.groups if g.kind == "experts" for s in g.slices)
-    absorbed = any(rank[i] for i in table.absorbed) or (
-        extras is not None and not table.absorbed.isdisjoint(extras.scaled | extras.shifted)
-    )
-    plain = ImageLayout(
-        *(rank, tuple(a_offset), tuple(b_offset), end), has_experts=experts, has_absorbed=absorbed
-    )
+    plain = ImageLayout(rank, tuple(a_offset), tuple(b_offset), end, has_experts=experts)
     return _with_extras(plain, table, extras, 4 // element_bytes) if extras else plain
 
 

@@ -340,22 +340,40 @@ class Ops:
         write_kv(k_TKD, v_TKD, cache, batch)
         return q_THD
 
-    def rope_and_write_latents(
+    def write_latents(
         self,
-        q_THR: Tensor,
-        out_THR: Tensor,
-        latent_TL: Tensor,
-        key_TR: Tensor,
+        a: Product,
+        query_norm_Q: Tensor | None,
+        norm_L: Tensor,
+        eps: float,
         rope: Rope,
         cache: KVCache,
         batch: AttentionBatch,
-    ) -> None:
-        """Write the rotated queries to `out`, and each row's latent with its rotated key behind it
-        to the cache, as the key of an only head. For `weft.models.latent_attention`."""
-        rotated_TNR = apply_rope(torch.cat((q_THR, key_TR[:, None]), 1), rope)
-        out_THR.copy_(rotated_TNR[:, :-1])
-        entry_T1W = torch.cat((latent_TL[:, None], rotated_TNR[:, -1:]), 2)
+    ) -> Tensor | None:
+        """Norm the latent of each row and rotate the key behind it, at the end of a row of `a`, and
+        write both to the cache, as the key of an only head. Returns the norm of the latent of
+        queries at the beginning of a row, (T, Q); None without weights for it. Weights of norms are
+        for all rows, (L,), or row by row (T, L). For `weft.models.latent_attention`."""
+        a_TO, L = a.whole(), norm_L.shape[-1]
+        entry_TW = a_TO[:, -cache.k.shape[-1] :]
+        latent_TL = (rms_norm(entry_TW[:, :L], None, eps) * norm_L).to(a_TO.dtype)
+        key_T1R = apply_rope(entry_TW[:, None, L:], rope)
+        entry_T1W = torch.cat((latent_TL[:, None], key_T1R), 2)
         cache.k.flatten(0, 1).index_copy_(0, batch.slot_mapping_T, entry_T1W)
+        if query_norm_Q is None:
+            return None
+        query_TQ = a_TO[:, : query_norm_Q.shape[-1]]
+        return (rms_norm(query_TQ, None, eps) * query_norm_Q).to(a_TO.dtype)
+
+    def rotate_queries(self, q: Product, out_THR: Tensor, rope: Rope) -> Tensor:
+        """Write the rotated ends of H queries to `out`. Returns the other parts (T, H, N). Both are
+        multiplied by the rope's factors of queries. For `weft.models.latent_attention`."""
+        T, H, R = out_THR.shape
+        q_THD = q.whole().view(T, H, -1)
+        if rope.query_T11 is not None:
+            q_THD = q_THD * rope.query_T11
+        out_THR.copy_(apply_rope(q_THD[..., -R:], rope))
+        return q_THD[..., :-R]
 
     def apply_gates(self, x_THD: Tensor, qkv: Product) -> Tensor:
         """Multiply each head's `x` by the sigmoid of its gate, which comes behind its q in `qkv`;

@@ -96,6 +96,13 @@ def activated_alone(up):
 
 
 @triton.jit
+def xielu(up, alpha_p, alpha_n, beta, eps):
+    """`weft.kernels.activations.Xielu` of up, in fp32."""
+    negative = alpha_n * (tl.exp(tl.minimum(up, eps)) - 1 - up)
+    return tl.where(up > 0, alpha_p * up * up, negative) + beta * up
+
+
+@triton.jit
 def ask_for(at):
     """Ask for the lines of 128 bytes that `at` points into, in the second-level cache."""
     tl.inline_asm_elementwise(

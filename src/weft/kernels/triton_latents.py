@@ -1,7 +1,10 @@
-"""A fused Triton kernel for attention to latents: it rotates queries and keys, and writes latents
-and keys to the cache.
+"""Fused Triton kernels for attention to latents: norms and rope, with what adapters have pending,
+and the write to the cache.
 
-Shapes: T token rows, H query heads, L the latent, R the rotated part of a query or key.
+Shapes: T token rows, H query heads, O columns of a product's rows, Q the latent of queries, N the
+part of a query without position, R the rotated part of a query or key, L the latent.
+
+Everything is computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -12,104 +15,243 @@ from torch import Tensor
 
 from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels.attention import AttentionBatch, KVCache
-from weft.kernels.ops import Rope
+from weft.kernels.ops import Product, Rope
+from weft.kernels.triton_base import has_pending, with_pending
 
 HEADS = 8
 """How many heads' queries a program rotates."""
 
 
 @triton.jit
-def _rotated(at, cos, sin, r, ok, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What rope makes of the numbers that `at` and r point to, computed in fp32."""
-    other = tl.where(r < R // 2, r + R // 2, r - R // 2)
-    if INTERLEAVED:
-        other = r ^ 1
-    x = tl.load(at + r, mask=ok, other=0.0)
-    y = tl.load(at + other, mask=ok, other=0.0)
+def _read(at, add_at, has, ok, PENDING: tl.constexpr):
+    """Columns of a product with what is pending."""
+    return with_pending(tl.load(at, mask=ok, other=0.0), add_at, has, ok, PENDING)
+
+
+@triton.jit
+def _rotated(x, y, cos_at, sin_at, ok):
+    """What rope makes of x, whose pair is y."""
+    cos = tl.load(cos_at, mask=ok, other=0.0).to(tl.float32)
+    sin = tl.load(sin_at, mask=ok, other=0.0).to(tl.float32)
     return (x.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
 
 
 @triton.jit
-def _rope_and_write_latents(
-    q_ptr,
-    out_ptr,
-    latent_ptr,
-    key_ptr,
+def _paired(r, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The other one of r's pair."""
+    other = tl.where(r < R // 2, r + R // 2, r - R // 2)
+    if INTERLEAVED:
+        other = r ^ 1
+    return other
+
+
+@triton.jit
+def _normed(x, weight_at, ok, eps, SIZE: tl.constexpr):
+    wide = x.to(tl.float32)
+    weight = tl.load(weight_at, mask=ok, other=0.0).to(tl.float32)
+    return (wide / tl.sqrt(tl.sum(wide * wide) / SIZE + eps) * weight).to(x.dtype)
+
+
+@triton.jit
+def _write_latents(
+    a_ptr,
+    query_ptr,
     cache_ptr,
+    query_norm_ptr,
+    norm_ptr,
     cos_ptr,
     sin_ptr,
     slot_ptr,
-    q_stride,
-    head_stride,
-    out_stride,
-    out_head_stride,
-    latent_stride,
-    key_stride,
+    add_ptr,
+    add_slot_ptr,
+    query_norm_stride,
+    norm_stride,
     table_stride,
-    H,
+    eps,
+    columns,
+    Q: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PENDING: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Row t of a (T, O) begins with the latent of queries, and ends with the latent and the key.
+    Programs (T, 2): the first of a row writes the norm of the latent and the rotated key to the
+    cache (slots, L + R), if the row's slot is not negative. The second writes the norm of the
+    latent of queries to query (T, Q); there is none if Q is 0. Weights of norms are those of row t
+    at their stride times t."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0).to(tl.int64)
+    has = has_pending(add_slot_ptr + t, PENDING)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if tl.program_id(1) == 0:
+        slot = tl.load(slot_ptr + t)
+        if slot >= 0:
+            at = t * columns + columns - L - R
+            d = tl.arange(0, BLOCK_L)
+            x = _read(a_ptr + at + d, add_ptr + at + d, has, d < L, PENDING)
+            latent = _normed(x, norm_ptr + t * norm_stride + d, d < L, eps, L)
+            tl.store(cache_ptr + slot * (L + R) + d, latent, mask=d < L)
+            r = tl.arange(0, BLOCK_R)
+            at += L
+            other = at + _paired(r, R, INTERLEAVED)
+            x = _read(a_ptr + at + r, add_ptr + at + r, has, r < R, PENDING)
+            y = _read(a_ptr + other, add_ptr + other, has, r < R, PENDING)
+            in_table = t * table_stride + r
+            key = _rotated(x, y, cos_ptr + in_table, sin_ptr + in_table, r < R)
+            tl.store(cache_ptr + slot * (L + R) + L + r, key, mask=r < R)
+    else:
+        d = tl.arange(0, BLOCK_Q)
+        at = t * columns + d
+        x = _read(a_ptr + at, add_ptr + at, has, d < Q, PENDING)
+        query = _normed(x, query_norm_ptr + t * query_norm_stride + d, d < Q, eps, Q)
+        tl.store(query_ptr + t * Q + d, query, mask=d < Q)
+
+
+@triton.jit
+def _rotate_queries(
+    q_ptr,
+    rest_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
+    factor_ptr,
+    add_ptr,
+    add_slot_ptr,
+    out_stride,
+    out_head_stride,
+    table_stride,
+    H,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    SCALED: tl.constexpr,
+    PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The queries of row t are rotated from q (T, H, R) to out (T, H, R), both of any strides;
-    latent (T, L) and the rotated key (T, R) go to the cache (slots, L + R). Programs (T, H / HEADS
-    + 1), of which the last one of a row writes to the cache, if the row's slot is not negative."""
+    """The ends of queries q (T, H, N + R) are rotated to out (T, H, R), of any strides, and the
+    rest is copied to rest (T, H, N). SCALED: both are multiplied by the row's factor (T,). Programs
+    (T, H / HEADS)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    has = has_pending(add_slot_ptr + t, PENDING)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at = (t * H + h) * (N + R)
+    n = tl.arange(0, BLOCK_N)[None, :]
+    ok = (h < H) & (n < N)
+    rest = _read(q_ptr + at + n, add_ptr + at + n, has, ok, PENDING)
     r = tl.arange(0, BLOCK_R)[None, :]
-    in_r = r < R
-    cos = tl.load(cos_ptr + t * table_stride + r, mask=in_r, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + t * table_stride + r, mask=in_r, other=0.0).to(tl.float32)
-    if tl.program_id(1) < tl.num_programs(1) - 1:
-        h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-        ok = (h < H) & in_r
-        q = _rotated(q_ptr + t * q_stride + h * head_stride, cos, sin, r, ok, R, INTERLEAVED)
-        tl.store(out_ptr + t * out_stride + h * out_head_stride + r, q, mask=ok)
-    else:
-        slot = tl.load(slot_ptr + t)
-        if slot >= 0:
-            d = tl.arange(0, BLOCK_L)
-            at = cache_ptr + slot * (L + R)
-            latent = tl.load(latent_ptr + t * latent_stride + d, mask=d < L, other=0.0)
-            tl.store(at + d, latent, mask=d < L)
-            key = _rotated(key_ptr + t * key_stride, cos, sin, r, in_r, R, INTERLEAVED)
-            tl.store(at + L + r, key, mask=in_r)
+    ok_r = (h < H) & (r < R)
+    at += N
+    other = at + _paired(r, R, INTERLEAVED)
+    x = _read(q_ptr + at + r, add_ptr + at + r, has, ok_r, PENDING)
+    y = _read(q_ptr + other, add_ptr + other, has, ok_r, PENDING)
+    if SCALED:
+        factor = tl.load(factor_ptr + t).to(tl.float32)
+        rest = (rest.to(tl.float32) * factor).to(rest.dtype)
+        x = (x.to(tl.float32) * factor).to(x.dtype)
+        y = (y.to(tl.float32) * factor).to(y.dtype)
+    in_table = t * table_stride + r
+    turned = _rotated(x, y, cos_ptr + in_table, sin_ptr + in_table, ok_r)
+    tl.store(rest_ptr + (t * H + h) * N + n, rest, mask=ok)
+    tl.store(out_ptr + t * out_stride + h * out_head_stride + r, turned, mask=ok_r)
 
 
-def rope_and_write_latents(
-    q_THR: Tensor,
-    out_THR: Tensor,
-    latent_TL: Tensor,
-    key_TR: Tensor,
+def write_latents(
+    a: Product,
+    query_norm_Q: Tensor | None,
+    norm_L: Tensor,
+    eps: float,
     rope: Rope,
     cache: KVCache,
     batch: AttentionBatch,
     options: dict[str, bool],
-) -> None:
-    """Compute what `Ops.rope_and_write_latents` does, which explains the arguments. `options`: the
+) -> Tensor | None:
+    """Compute what `Ops.write_latents` does, which explains the arguments. `options`: the
     `launch_options` of the kernel."""
-    (T, H, R), L = q_THR.shape, latent_TL.shape[1]
-    if not T:
-        return
-    cos_T1R, sin_T1R, interleaved, _ = rope
-    assert cos_T1R.stride(0) == sin_T1R.stride(0)
-    _rope_and_write_latents[T, cdiv(H, HEADS) + 1](
-        *(q_THR, out_THR, latent_TL, key_TR, cache.k, cos_T1R, sin_T1R, batch.slot_mapping_T),
-        *(*q_THR.stride()[:2], *out_THR.stride()[:2], latent_TL.stride(0), key_TR.stride(0)),
-        cos_T1R.stride(0),
-        H,
-        L=L,
-        R=R,
-        BLOCK_L=next_power_of_2(L),
-        BLOCK_R=next_power_of_2(R),
-        HEADS=HEADS,
-        INTERLEAVED=interleaved,
-        num_warps=4,
-        **options,
-    )
+    T, columns = a.y_TO.shape
+    L, W = norm_L.shape[-1], cache.k.shape[-1]
+    query_TQ = None
+    if query_norm_Q is not None:
+        query_TQ = a.y_TO.new_empty(T, query_norm_Q.shape[-1])
+    Q = 0 if query_TQ is None else query_TQ.shape[1]
+    if T:
+        _write_latents[T, 1 if query_TQ is None else 2](
+            a.y_TO,
+            a.y_TO if query_TQ is None else query_TQ,
+            cache.k,
+            norm_L if query_norm_Q is None else query_norm_Q,
+            norm_L,
+            *_tables(rope),
+            batch.slot_mapping_T,
+            *a.pending_tensors(),
+            0 if query_norm_Q is None else _row_stride(query_norm_Q),
+            _row_stride(norm_L),
+            rope.cos_T1R.stride(0),
+            eps,
+            columns,
+            Q=Q,
+            L=L,
+            R=W - L,
+            BLOCK_Q=next_power_of_2(max(Q, 1)),
+            BLOCK_L=next_power_of_2(L),
+            BLOCK_R=next_power_of_2(W - L),
+            INTERLEAVED=rope.interleaved,
+            PENDING=a.pending is not None,
+            num_warps=4,
+            **options,
+        )
+    return query_TQ
+
+
+def rotate_queries(q: Product, out_THR: Tensor, rope: Rope, options: dict[str, bool]) -> Tensor:
+    """Compute what `Ops.rotate_queries` does, which explains the arguments. `options`: the
+    `launch_options` of the kernel."""
+    T, H, R = out_THR.shape
+    N, factor_T11 = q.y_TO.shape[1] // H - R, rope.query_T11
+    rest_THN = q.y_TO.new_empty(T, H, N)
+    if T:
+        _rotate_queries[T, cdiv(H, HEADS)](
+            q.y_TO,
+            rest_THN,
+            out_THR,
+            *_tables(rope),
+            q.y_TO if factor_T11 is None else factor_T11,
+            *q.pending_tensors(),
+            *out_THR.stride()[:2],
+            rope.cos_T1R.stride(0),
+            H,
+            N=N,
+            R=R,
+            BLOCK_N=next_power_of_2(N),
+            BLOCK_R=next_power_of_2(R),
+            HEADS=HEADS,
+            INTERLEAVED=rope.interleaved,
+            SCALED=factor_T11 is not None,
+            PENDING=q.pending is not None,
+            num_warps=4,
+            **options,
+        )
+    return rest_THN
+
+
+def _tables(rope: Rope) -> tuple[Tensor, Tensor]:
+    assert rope.cos_T1R.stride(0) == rope.sin_T1R.stride(0)
+    return rope.cos_T1R, rope.sin_T1R
+
+
+def _row_stride(weight: Tensor) -> int:
+    """How far the weights of rows are apart: 0, if all rows have the same."""
+    return weight.stride(0) if weight.dim() == 2 else 0

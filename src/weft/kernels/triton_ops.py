@@ -33,10 +33,11 @@ from weft.kernels.triton_base import (
     launch_options,
     starts_early,
     with_pending,
+    xielu,
 )
 from weft.kernels.triton_delta import gated_delta
 from weft.kernels.triton_heads import apply_gates, rope_and_write
-from weft.kernels.triton_latents import rope_and_write_latents
+from weft.kernels.triton_latents import rotate_queries, write_latents
 from weft.kernels.triton_short_conv import short_conv
 
 
@@ -176,17 +177,21 @@ def _activate_and_mul(
     up_stride,
     alpha,
     limit,
+    beta,
+    eps,
     GELU: tl.constexpr,
     CLAMPED: tl.constexpr,
     APART: tl.constexpr,
     GATED: tl.constexpr,
+    XIELU: tl.constexpr,
     BLOCK: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out (T, F) = activation(gate) * up of rows (gate, up); programs: row, block of columns.
     APART: up is not behind gate, but at `up_ptr`, in rows that are `up_stride` apart. If not GATED,
-    rows are of up alone, and out is the square of its ReLU.
+    rows are of up alone, and out is the square of its ReLU, or with XIELU the activation of these
+    four numbers.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -211,6 +216,8 @@ def _activate_and_mul(
             up = tl.load(gate_up_ptr + at + to_up, mask=f < F, other=0.0)
             up = with_pending(up, add_ptr + at + to_up, has, f < F, PENDING).to(tl.float32)
         out = activated(gate.to(tl.float32), up, alpha, limit, GELU, CLAMPED)
+    elif XIELU:
+        out = xielu(gate.to(tl.float32), alpha, limit, beta, eps)
     else:
         out = activated_alone(gate.to(tl.float32))
     tl.store(out_ptr + row * F + f, out.to(gate.dtype), mask=f < F)
@@ -329,16 +336,13 @@ class TritonOps(Ops):
     def activate_and_mul(
         self, gate_up: Product, activation: Activation = "silu", up_TF: Tensor | None = None
     ) -> Tensor:
-        if isinstance(activation, Xielu):  # which the kernel does not compute
-            return super().activate_and_mul(gate_up, activation)
         gate_up_T2F = gate_up.y_TO
         num_rows, width = gate_up_T2F.shape
         gated = is_gated(activation)
         if gated and up_TF is None:
             width //= 2
         out_TF = gate_up_T2F.new_empty(num_rows, width)
-        clamped = activation if isinstance(activation, ClampedSwiglu) else None
-        alpha, limit = clamped or (0.0, 0.0)
+        numbers = activation if isinstance(activation, ClampedSwiglu | Xielu) else ()
         if num_rows:
             grid = (num_rows, cdiv(width, 1024))
             _activate_and_mul[grid](
@@ -348,11 +352,12 @@ class TritonOps(Ops):
                 *gate_up.pending_tensors(),
                 width,
                 0 if up_TF is None else up_TF.stride(0),
-                alpha,
-                limit,
-                CLAMPED=clamped is not None,
+                *numbers,
+                *([0.0] * (4 - len(numbers))),
+                CLAMPED=isinstance(activation, ClampedSwiglu),
                 APART=up_TF is not None,
                 GATED=gated,
+                XIELU=isinstance(activation, Xielu),
                 GELU=activation == "gelu_tanh",
                 BLOCK=1024,
                 PENDING=gate_up.pending is not None,
@@ -383,18 +388,21 @@ class TritonOps(Ops):
     ) -> Tensor:
         return rope_and_write(qkv, rope, norm_ND, eps, cache, batch, gated_heads, self._options)
 
-    def rope_and_write_latents(
+    def write_latents(
         self,
-        q_THR: Tensor,
-        out_THR: Tensor,
-        latent_TL: Tensor,
-        key_TR: Tensor,
+        a: Product,
+        query_norm_Q: Tensor | None,
+        norm_L: Tensor,
+        eps: float,
         rope: Rope,
         cache: KVCache,
         batch: AttentionBatch,
-    ) -> None:
-        tensors = q_THR, out_THR, latent_TL, key_TR
-        rope_and_write_latents(*tensors, rope, cache, batch, self._options)
+    ) -> Tensor | None:
+        norms = query_norm_Q, norm_L, eps
+        return write_latents(a, *norms, rope, cache, batch, self._options)
+
+    def rotate_queries(self, q: Product, out_THR: Tensor, rope: Rope) -> Tensor:
+        return rotate_queries(q, out_THR, rope, self._options)
 
     def apply_gates(self, x_THD: Tensor, qkv: Product) -> Tensor:
         return apply_gates(x_THD, qkv, self._options)

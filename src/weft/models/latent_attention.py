@@ -60,31 +60,24 @@ class LatentLayer:
     ) -> Product:
         """The output of attention, (T, I). The rows' latents and keys are written to the cache."""
         assert isinstance(cache, KVCache)
-        shape, batch, num_rows = self._shape, step.attention, len(x_TI)
-        absorbed = None if step.lora is None else step.lora.absorbed
-        a_TO = self._a(x_TI, step).whole()
-        latent_TL, key_TR = a_TO[:, -shape.width :].split_with_sizes(
-            (shape.rank, shape.rope_dim), 1
+        shape, batch, lora = self._shape, step.attention, step.lora
+        T, H = len(x_TI), self._num_heads
+        q_norm_Q = None if self._q_norm is None else self._q_norm.weights(T, step)
+        query_TQ = self._ops.write_latents(
+            self._a(x_TI, step), q_norm_Q, self._norm.weights(T, step), NORM_EPS, rope, cache, batch
         )
-        latent_TL = self._norm(latent_TL.contiguous(), step)
-        if self._q_norm is not None:
-            x_TI = self._q_norm(a_TO[:, : shape.query_rank].contiguous(), step)
-        q_THD = self._q(x_TI, step).whole().view(num_rows, self._num_heads, -1)
-        if rope.query_T11 is not None:
-            q_THD = q_THD * rope.query_T11
-        q_THN, q_THR = q_THD.split_with_sizes((shape.key_dim, shape.rope_dim), 2)
-        q_THW = q_THD.new_empty(num_rows, self._num_heads, shape.width)
+        q = self._q(x_TI if query_TQ is None else query_TQ, step)
+        q_THW = x_TI.new_empty(T, H, shape.width)
         q_THL = q_THW[..., : shape.rank]
-        self._ops.rope_and_write_latents(
-            q_THR, q_THW[..., shape.rank :], latent_TL, key_TR, rope, cache, batch
-        )
-        if absorbed is not None:
-            q_THN = absorbed.scaled(q_THN, self._group)
-        q_THL.copy_(torch.bmm(q_THN.transpose(0, 1), self._keys_HNL).transpose(0, 1))
-        if absorbed is not None:
-            absorbed.add_keys(q_THL, q_THN, self._group)
+        q_THN = self._ops.rotate_queries(q, q_THW[..., shape.rank :], rope)
+        if lora is not None:
+            q_THN = lora.scaled_queries(q_THN, self._group)
+        torch.bmm(q_THN.transpose(0, 1), self._keys_HNL, out=q_THL.transpose(0, 1))
+        if lora is not None:
+            lora.absorbed_keys(q_THL, q_THN, self._group)
         out_THL = self._ops.attend(q_THW, cache, batch, scale=self._scale, window=None)
-        out_THV = torch.bmm(out_THL.transpose(0, 1), self._values_HLV).transpose(0, 1).contiguous()
-        if absorbed is not None:
-            absorbed.finish_values(out_THV, out_THL, self._group)
+        out_THV = x_TI.new_empty(T, H, shape.value_dim)
+        torch.bmm(out_THL.transpose(0, 1), self._values_HLV, out=out_THV.transpose(0, 1))
+        if lora is not None:
+            lora.absorbed_values(out_THV, out_THL, self._group)
         return self._o(out_THV.flatten(1), step)

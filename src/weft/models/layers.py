@@ -89,6 +89,16 @@ class RowNorm:
                 )
         return y_TI
 
+    def weights(self, num_rows: int, step: StepContext) -> Tensor:
+        """`weight_I`, if it is for all rows; else each row's weights, (T, I)."""
+        own = [] if step.norms is None else step.norms.of(self.index)
+        if not own:
+            return self.weight_I
+        weight_TI = self.weight_I.repeat(num_rows, 1)
+        for start, stop, own_I in own:
+            weight_TI[start:stop] = with_offset(own_I, self.offset, self.factor)
+        return weight_TI
+
     def scaled(self, x_TI: Tensor, mean_T: Tensor, step: StepContext) -> Tensor:
         """The RMS norm of rows of which x has only some columns, given the whole rows' mean squares
         `mean_T`, fp32 (T,)."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.core.errors import AdapterQuarantined
 from weft.kernels.linear import Weight
 from weft.kernels.lora import AdapterPool, LoraStep
-from weft.kernels.lora.base import AbsorbedStep, ExpertStep, VocabularyStep
+from weft.kernels.lora.base import ExpertStep, VocabularyStep
 from weft.kernels.lora.extras import norms_of, vocabulary_of
 from weft.kernels.lora.oracle import ImageStep
 from weft.kernels.ops import Product
@@ -72,8 +72,6 @@ class ComparedStep(LoraStep):
         self._norms = norms_of(served)
         added = vocabulary_of(served)
         self.vocabulary = _ComparedVocabulary(self, added, oracle) if added is not None else None
-        if served.absorbed is not None or oracle.absorbed is not None:
-            self.absorbed = _ComparedAbsorbed(self, served.absorbed, oracle.absorbed)
         self._table = pool.table
         self._tolerance = layer_tolerance(pool.arena.dtype)
         # Made well ahead, as kernels may read slots before the kernels ahead of them have ended.
@@ -113,6 +111,18 @@ class ComparedStep(LoraStep):
 
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
         self.compare(y_NV, x_NI, group, self._served.head, self._oracle.head)
+
+    def scaled_queries(self, q_THN: Tensor, group: int) -> Tensor:
+        got, want = (s.scaled_queries(q_THN, group) for s in (self._served, self._oracle))
+        self.note(self.name(group), got, want, q_THN)
+        return want
+
+    def absorbed_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
+        self.compare(y_THL, q_THN, group, self._served.absorbed_keys, self._oracle.absorbed_keys)
+
+    def absorbed_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
+        apply = self._served.absorbed_values, self._oracle.absorbed_values
+        self.compare(y_THV, x_THL, group, *apply)
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
         served, oracle = (s.experts(token_P, expert_P) for s in (self._served, self._oracle))
@@ -160,39 +170,6 @@ class _ComparedExperts:
     def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
         y, x = y_PO[self._here], x_PI[self._here]  # rows without an expert here hold anything
         self._step.compare(y, x, group, self._served.linear, self._oracle.linear)
-
-
-class _ComparedAbsorbed(AbsorbedStep):
-    """Compares the AbsorbedSteps of the two. One of them is None if it finds no adapter there."""
-
-    def __init__(
-        self, step: ComparedStep, served: AbsorbedStep | None, oracle: AbsorbedStep | None
-    ) -> None:
-        self._step, self._served, self._oracle = step, served, oracle
-
-    def scaled(self, q_THN: Tensor, group: int) -> Tensor:
-        got, want = (
-            q_THN if step is None else step.scaled(q_THN, group)
-            for step in (self._served, self._oracle)
-        )
-        self._step.note(self._step.name(group), got, want, q_THN)
-        return want
-
-    def add_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
-        base, got = y_THL.clone(), y_THL.clone()
-        if self._served is not None:
-            self._served.add_keys(got, q_THN, group)
-        if self._oracle is not None:
-            self._oracle.add_keys(y_THL, q_THN, group)
-        self._step.note(self._step.name(group), got, y_THL, base)
-
-    def finish_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
-        base, got = y_THV.clone(), y_THV.clone()
-        if self._served is not None:
-            self._served.finish_values(got, x_THL, group)
-        if self._oracle is not None:
-            self._oracle.finish_values(y_THV, x_THL, group)
-        self._step.note(self._step.name(group), got, y_THV, base)
 
 
 class _ComparedVocabulary:

@@ -269,9 +269,6 @@ class LoraStep(Protocol):
     """The adapters of one step, as layers call them. Methods that take `y` add to it in place.
     Steps inherit from this, so that those without fused kernels have `product` and `start`."""
 
-    absorbed: AbsorbedStep | None = None
-    """The step's adapters of absorbed projections; None: there are none."""
-
     def product(
         self, x_TI: Tensor, weight: Weight, bias_O: Tensor | None, group: int
     ) -> Product | None:
@@ -308,6 +305,21 @@ class LoraStep(Protocol):
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
         """Add the adapters' part to the logits of the sampled rows."""
 
+    def scaled_queries(self, q_THN: Tensor, group: int) -> Tensor:
+        """The queries times the adapters' factors of the keys of an absorbed projection (see
+        `weft.models.latent_attention`, as for the next two methods); `q_THN` itself if no adapter
+        has factors. H heads have keys of size N and values of size V, and latents have size L."""
+        return q_THN
+
+    def absorbed_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
+        """Add the adapters' part to the product of the scaled queries with the base's projection to
+        keys: A^T (B_K^T q). What adapters add to keys themselves has no effect, as it changes all
+        scores of a query alike."""
+
+    def absorbed_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
+        """Add the adapters' part to the product of sums of latents with the base's projection to
+        values: B_V (A x)."""
+
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
         """The adapters' part of a layer's experts, for pairs of a row of the step and an expert,
         int64 (P,) each. They are ordered by expert, then by slot; behind them may be pairs with
@@ -320,24 +332,6 @@ class NormStep(Protocol):
 
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
         """For a norm of the table, (first row, end, weight) of the rows that have their own."""
-
-
-class AbsorbedStep(Protocol):
-    """The adapters of one step in absorbed projections, which are applied to queries and to sums of
-    latents: see `weft.models.latent_attention`. There are H heads, with keys of size N and values
-    of size V, and latents of size L. An adapter that shifts keys changes no weight of attention, as
-    it changes all scores of a query alike, so no method does that."""
-
-    def scaled(self, q_THN: Tensor, group: int) -> Tensor:
-        """The queries times the adapters' factors of keys; `q_THN` itself if there are none."""
-
-    def add_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
-        """Add the adapters' part to `y`, the product of the scaled queries `q` with the base's
-        projection to keys."""
-
-    def finish_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
-        """Add the adapters' part to `y`, the product of the sums of latents `x` with the base's
-        projection to values. Then scale and shift `y` as the adapters do."""
 
 
 class VocabularyStep(Protocol):

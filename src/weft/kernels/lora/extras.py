@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.core.targets import ImageLayout, vocabulary
+from weft.core.targets import ImageLayout, Target, vocabulary
 from weft.kernels.linear import product
 from weft.kernels.lora.base import (
-    AbsorbedStep,
     AdapterPool,
     ExpertStep,
     LoraBatch,
@@ -28,13 +27,8 @@ from weft.kernels.lora.base import (
 
 
 def has_extras(pool: AdapterPool, slots: Iterable[int]) -> bool:
-    """Whether any of these slots holds more than A and B, or A and B of an absorbed projection."""
-    return any((placed := pool.placed(slot)) and _is_special(placed[1]) for slot in slots)
-
-
-def _is_special(layout: ImageLayout) -> bool:
-    """Whether an adapter needs an ExtrasStep."""
-    return layout.has_extras or layout.has_absorbed
+    """Whether any of these slots holds more than A and B."""
+    return any((placed := pool.placed(slot)) and placed[1].has_extras for slot in slots)
 
 
 def has_experts(pool: AdapterPool, slots: Iterable[int]) -> bool:
@@ -96,8 +90,6 @@ class ExtrasStep(LoraStep):
         self._sampled = _own(pool, batch.sampled_segments)
         added = [[own for own in each if own.num_added] for each in (self._segments, self._sampled)]
         self.vocabulary: VocabularyStep | None = _AddedTokens(pool, *added) if any(added) else None
-        if any(own.layout.has_absorbed for own in self._segments):
-            self.absorbed = _Absorbed(pool, self._segments)
         self.norms = self if any(own.layout.norm_offset for own in self._segments) else None
 
     def start(self, x_TI: Tensor, group: int) -> None:
@@ -131,6 +123,30 @@ class ExtrasStep(LoraStep):
         self._step.head(y_NV, x_NI, group)
         self._scale_and_shift(y_NV, group, self._sampled)
 
+    def scaled_queries(self, q_THN: Tensor, group: int) -> Tensor:
+        (target,) = self._pool.table.groups[group].slices
+        out_THN, (H, N) = q_THN, q_THN.shape[1:]
+        for own in self._segments:
+            scale_O, _ = own.scale_and_shift(target)
+            if scale_O is not None:
+                out_THN = q_THN.clone() if out_THN is q_THN else out_THN
+                out_THN[own.start : own.stop] *= scale_O.view(H, -1)[:, :N]
+        return out_THN
+
+    def absorbed_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
+        self._step.absorbed_keys(y_THL, q_THN, group)
+
+    def absorbed_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
+        self._step.absorbed_values(y_THV, x_THL, group)
+        (target,) = self._pool.table.groups[group].slices
+        H, V = y_THV.shape[1:]
+        for own in self._segments:
+            scale_HV, shift_HV = (
+                None if vector_O is None else vector_O.view(H, -1)[:, -V:]
+                for vector_O in own.scale_and_shift(target)
+            )
+            _scale_and_shift(y_THV[own.start : own.stop], scale_HV, shift_HV)
+
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
         size = self._pool.table.norms[index].size
         weights = ((own, own.norm(index, size)) for own in self._segments)
@@ -139,70 +155,8 @@ class ExtrasStep(LoraStep):
     def _scale_and_shift(self, y: Tensor, group: int, segments: list[_Own]) -> None:
         for own in segments:
             for s in self._pool.table.groups[group].slices:
-                scale = own.vector(own.layout.scale_offset, s.slice, s.out_features)
-                shift = own.vector(own.layout.shift_offset, s.slice, s.out_features)
-                if scale is None and shift is None:
-                    continue
                 part = y[own.start : own.stop, s.offset : s.offset + s.out_features]
-                moved = part.float()
-                if scale is not None:
-                    moved = moved * scale
-                if shift is not None:
-                    moved = moved + shift
-                part.copy_(moved)
-
-
-class _Absorbed(AbsorbedStep):
-    """The AbsorbedStep of those segments whose adapters change absorbed projections."""
-
-    def __init__(self, pool: AdapterPool, segments: list[_Own]) -> None:
-        self._pool = pool
-        self._segments = [own for own in segments if own.layout.has_absorbed]
-
-    def scaled(self, q_THN: Tensor, group: int) -> Tensor:
-        out_THN = q_THN
-        for own in self._segments:
-            scale_HO = self._vector(own, own.layout.scale_offset, group, q_THN.shape[1])
-            if scale_HO is not None:
-                out_THN = q_THN.clone() if out_THN is q_THN else out_THN
-                out_THN[own.start : own.stop] *= scale_HO[:, : q_THN.shape[2]]
-        return out_THN
-
-    def add_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
-        for own in self._segments:
-            if pair := self._pair(own, group, q_THN.shape[1]):
-                a_RL, b_HOR = pair
-                q_HTN = q_THN[own.start : own.stop].transpose(0, 1)
-                v_HTR = q_HTN @ b_HOR[:, : q_THN.shape[2]]
-                y_THL[own.start : own.stop] += (v_HTR @ a_RL).transpose(0, 1)
-
-    def finish_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
-        H, V = y_THV.shape[1:]
-        for own in self._segments:
-            y_nHV = y_THV[own.start : own.stop]
-            if pair := self._pair(own, group, H):
-                a_RL, b_HOR = pair
-                v_HnR = (x_THL[own.start : own.stop] @ a_RL.t()).transpose(0, 1)
-                y_nHV += (v_HnR @ b_HOR[:, -V:].mT).transpose(0, 1)
-            offsets = own.layout.scale_offset, own.layout.shift_offset
-            scale, shift = (self._vector(own, at, group, H) for at in offsets)
-            moved = y_nHV if scale is None else y_nHV * scale[:, -V:]
-            y_nHV.copy_(moved if shift is None else moved + shift[:, -V:])
-
-    def _pair(self, own: _Own, group: int, num_heads: int) -> tuple[Tensor, Tensor] | None:
-        """A (R, L) and B (H, N + V, R) of a segment's adapter; None if it has none there."""
-        view = self._pool.view(own.slot, group)
-        if view is None:
-            return None
-        return view.a_RI, view.slices[0].b_OR.view(num_heads, -1, view.a_RI.shape[0])
-
-    def _vector(
-        self, own: _Own, offsets: tuple[int, ...], group: int, num_heads: int
-    ) -> Tensor | None:
-        """A vector of a segment's adapter, fp32 (H, N + V); None if it has none there."""
-        (target,) = self._pool.table.groups[group].slices
-        vector = own.vector(offsets, target.slice, target.out_features)
-        return None if vector is None else vector.view(num_heads, -1)
+                _scale_and_shift(part, *own.scale_and_shift(s))
 
 
 class _AddedTokens:
@@ -244,11 +198,16 @@ class _Own:
         self.num_added = max(layout.vocab_size - vocab, 0)
         """How many tokens the adapter adds to the vocabulary."""
 
-    def vector(self, offsets: tuple[int, ...], index: int, size: int) -> Tensor | None:
-        """A vector of the image, fp32 (size,); None if it has none there."""
-        if not offsets or offsets[index] < 0:
-            return None
-        return self._bits(offsets[index], size, torch.float32)
+    def scale_and_shift(self, target: Target) -> list[Tensor | None]:
+        """What outputs of a projection are multiplied by, and what is then added to them: fp32
+        (out_features,) each; None for none."""
+        layout, index, size = self.layout, target.slice, target.out_features
+        return [
+            self._bits(offsets[index], size, torch.float32)
+            if offsets and offsets[index] >= 0
+            else None
+            for offsets in (layout.scale_offset, layout.shift_offset)
+        ]
 
     def logits(self, x_NI: Tensor, rows_nI: Tensor) -> Tensor:
         """The logits of tokens for the segment's rows."""
@@ -286,7 +245,7 @@ def _own(pool: AdapterPool, segments: tuple[Segment, ...]) -> list[_Own]:
     found: list[_Own] = []
     for segment in segments:
         placed = pool.placed(segment.slot)
-        if placed is not None and _is_special(placed[1]):
+        if placed is not None and placed[1].has_extras:
             found.append(_Own(pool, segment, *placed))
     return found
 
@@ -297,3 +256,15 @@ def _looked_up(ids_n: Tensor | None, rows_nO: Tensor, ids_T: Tensor, y_TO: Tenso
         return rows_nO[ids_T]
     at_T = torch.searchsorted(ids_n, ids_T.to(ids_n.dtype)).clamp_(max=len(ids_n) - 1)
     return torch.where((ids_n[at_T] == ids_T)[:, None], rows_nO[at_T], y_TO)
+
+
+def _scale_and_shift(y_TO: Tensor, scale_O: Tensor | None, shift_O: Tensor | None) -> None:
+    """y = y * scale + shift, computed in fp32 and rounded once, in place."""
+    if scale_O is None and shift_O is None:
+        return
+    moved_TO = y_TO.float()
+    if scale_O is not None:
+        moved_TO = moved_TO * scale_O
+    if shift_O is not None:
+        moved_TO = moved_TO + shift_O
+    y_TO.copy_(moved_TO)

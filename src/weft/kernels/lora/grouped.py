@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -173,6 +174,26 @@ class GroupedStep(LoraStep):
             if view := self._pool.view(slot, group):
                 v_TR = view.a_RI[ids_T[start:stop]]
                 y_TO[start:stop].addmm_(v_TR, view.slices[0].b_OR.t())
+
+    def absorbed_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
+        H, N = q_THN.shape[1:]
+        for rows, a_RL, b_HOR in self._absorbed(group, H):
+            v_HnR = q_THN[rows].transpose(0, 1) @ b_HOR[:, :N]
+            y_THL[rows] += (v_HnR @ a_RL).transpose(0, 1)
+
+    def absorbed_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
+        H, V = y_THV.shape[1:]
+        for rows, a_RL, b_HOR in self._absorbed(group, H):
+            v_HnR = (x_THL[rows] @ a_RL.t()).transpose(0, 1)
+            y_THV[rows] += (v_HnR @ b_HOR[:, -V:].mT).transpose(0, 1)
+
+    def _absorbed(self, group: int, num_heads: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """The rows of each segment whose adapter changes an absorbed projection, its A (R, L), and
+        its B by heads (H, N + V, R)."""
+        for slot, start, stop in self._batch.segments:
+            if view := self._pool.view(slot, group):
+                b_OR = view.slices[0].b_OR
+                yield slice(start, stop), view.a_RI, b_OR.view(num_heads, -1, b_OR.shape[1])
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> GroupedExperts:
         pair_P2 = torch.stack((expert_P, self._batch.slot_T[token_P].to(expert_P.dtype)), 1)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.targets import Group, ImageLayout, TargetTable, aligned, vocabulary
-from weft.kernels.lora.base import AbsorbedStep, ExpertStep, LoraStep
+from weft.kernels.lora.base import ExpertStep, LoraStep
 
 PAIRS = 16
 """How many pairs of a row and an expert have their matrices gathered at a time."""
@@ -40,8 +40,6 @@ class ImageStep(LoraStep):
         self._table, self._layout, self._image = table, layout, image
         self._first, self._first_sampled, self._num_rows = first, first_sampled, num_rows
         self._own_rank = own_rank
-        if layout.has_absorbed:
-            self.absorbed = _ImageAbsorbed(self)
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         self._project(y_TO[self._first :], x_TI[self._first :], group)
@@ -82,6 +80,34 @@ class ImageStep(LoraStep):
         y_NW[self._first_sampled :, y_NV.shape[1] :] = added_nm.to(y_NV.dtype)
         return y_NW
 
+    def scaled_queries(self, q_THN: Tensor, group: int) -> Tensor:
+        scale_HO = self._absorbed(group, q_THN.shape[1]).scale_HO
+        out_THN, own = q_THN.clone(), slice(self._first, None)
+        if scale_HO is not None:
+            out_THN[own] = (q_THN[own].float() * scale_HO[:, : q_THN.shape[2]]).to(q_THN)
+        return out_THN
+
+    def absorbed_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
+        product_HOL, own = (
+            self._absorbed(group, q_THN.shape[1]).product_HOL,
+            slice(self._first, None),
+        )
+        if product_HOL is not None:
+            keys_HNL = product_HOL[:, : q_THN.shape[2]]
+            y_THL[own] += torch.einsum("thn,hnl->thl", q_THN[own].float(), keys_HNL).to(y_THL)
+
+    def absorbed_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
+        V, own = y_THV.shape[2], slice(self._first, None)
+        product_HVL, scale_HV, shift_HV = (
+            None if part is None else part[:, -V:] for part in self._absorbed(group, y_THV.shape[1])
+        )
+        exact = y_THV[own].float()
+        if product_HVL is not None:
+            exact += torch.einsum("thl,hvl->thv", x_THL[own].float(), product_HVL)
+        if scale_HV is not None:
+            exact *= scale_HV
+        y_THV[own] = exact if shift_HV is None else exact + shift_HV
+
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
         is_own_P = (token_P >= self._first) & (expert_P >= 0)
         return _ImageExperts(self, is_own_P.nonzero()[:, 0], expert_P)
@@ -94,7 +120,7 @@ class ImageStep(LoraStep):
         weight_I = self._image[offsets[index] : offsets[index] + size]
         return [(self._first, self._num_rows, weight_I)]
 
-    def absorbed_parts(self, group: int, num_heads: int) -> _AbsorbedParts:
+    def _absorbed(self, group: int, num_heads: int) -> _AbsorbedParts:
         """What the adapter does to an absorbed projection, fp32, head by head."""
         g = self._table.groups[group]
         (target,), rank, layout = g.slices, self._rank(g), self._layout
@@ -108,7 +134,7 @@ class ImageStep(LoraStep):
             at = offsets[target.slice] if offsets else -1
             vector = None if at < 0 else self._vector(at, target.out_features)
             vectors.append(None if vector is None else vector.view(num_heads, -1))
-        return _AbsorbedParts(self._first, product_HOL, *vectors)
+        return _AbsorbedParts(product_HOL, *vectors)
 
     def _project(self, y_nO: Tensor, x_nI: Tensor, group: int) -> None:
         g = self._table.groups[group]
@@ -198,43 +224,10 @@ class ImageStep(LoraStep):
 class _AbsorbedParts(NamedTuple):
     """What an adapter does to a projection of latents L to the O keys and values of each head H."""
 
-    first: int
-    """The first row of the adapter."""
     product_HOL: Tensor | None
     """The product B A; None: the adapter has no A and B there."""
     scale_HO: Tensor | None
     shift_HO: Tensor | None
-
-
-class _ImageAbsorbed(AbsorbedStep):
-    """AbsorbedStep of an ImageStep."""
-
-    def __init__(self, step: ImageStep) -> None:
-        self._step = step
-
-    def scaled(self, q_THN: Tensor, group: int) -> Tensor:
-        first, _, scale_HO, _ = self._step.absorbed_parts(group, q_THN.shape[1])
-        out_THN = q_THN.clone()
-        if scale_HO is not None:
-            out_THN[first:] = (q_THN[first:].float() * scale_HO[:, : q_THN.shape[2]]).to(q_THN)
-        return out_THN
-
-    def add_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
-        first, product_HOL, *_ = self._step.absorbed_parts(group, q_THN.shape[1])
-        if product_HOL is not None:
-            keys_HNL, q = product_HOL[:, : q_THN.shape[2]], q_THN[first:].float()
-            y_THL[first:] += torch.einsum("thn,hnl->thl", q, keys_HNL).to(y_THL)
-
-    def finish_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
-        size = y_THV.shape[2]
-        first, product_HOL, *vectors = self._step.absorbed_parts(group, y_THV.shape[1])
-        scale_HV, shift_HV = (None if vector is None else vector[:, -size:] for vector in vectors)
-        exact = y_THV[first:].float()
-        if product_HOL is not None:
-            exact += torch.einsum("thl,hvl->thv", x_THL[first:].float(), product_HOL[:, -size:])
-        if scale_HV is not None:
-            exact *= scale_HV
-        y_THV[first:] = exact if shift_HV is None else exact + shift_HV
 
 
 class _ImageExperts:

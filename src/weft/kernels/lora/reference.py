@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
 from weft.kernels.lora.base import AdapterPool, GroupView, LoraBatch, LoraStep
@@ -35,6 +38,25 @@ class ReferenceStep(LoraStep):
         for t, slot in enumerate(self._slot_T):
             if slot >= 0 and (view := self._pool.view(slot, group)):
                 _expand(y_TO[t], view.a_RI[ids_T[t]].float(), view)
+
+    def absorbed_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
+        N = q_THN.shape[2]
+        for t, change_HOL in self._absorbed(group, q_THN.shape[1]):
+            delta = torch.einsum("hn,hnl->hl", q_THN[t].float(), change_HOL[:, :N])
+            y_THL[t] = (y_THL[t].float() + delta).to(y_THL)
+
+    def absorbed_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
+        V = y_THV.shape[2]
+        for t, change_HOL in self._absorbed(group, y_THV.shape[1]):
+            delta = torch.einsum("hl,hvl->hv", x_THL[t].float(), change_HOL[:, -V:])
+            y_THV[t] = (y_THV[t].float() + delta).to(y_THV)
+
+    def _absorbed(self, group: int, num_heads: int) -> Iterator[tuple[int, Tensor]]:
+        """The rows whose adapter changes an absorbed projection, and B A by heads (H, N + V, L)."""
+        for t, slot in enumerate(self._slot_T):
+            if slot >= 0 and (view := self._pool.view(slot, group)):
+                change_OL = view.slices[0].b_OR.float() @ view.a_RI.float()
+                yield t, change_OL.view(num_heads, -1, change_OL.shape[1])
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ReferenceRows:
         slots = [self._slot_T[t] for t in token_P.tolist()]

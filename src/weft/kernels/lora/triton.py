@@ -42,6 +42,7 @@ from weft.kernels.collective.peers import PeerRanks
 from weft.kernels.linear import Weight
 from weft.kernels.lora import gluon_activate
 from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, LoraStep
+from weft.kernels.lora.triton_absorbed import add_absorbed
 from weft.kernels.lora.triton_beside import NUM_FLAGS, launch_beside
 from weft.kernels.lora.triton_many import SHARES, TOGETHER, expand_rows, shrink_rows, sum_v
 from weft.kernels.lora.triton_ranks import RankExchange
@@ -231,6 +232,25 @@ class TritonStep(LoraStep):
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
         self.expand(y_TO, group, self.rows, ids_T)
+
+    def absorbed_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
+        self._add_absorbed(y_THL, q_THN, group, values=False)
+
+    def absorbed_values(self, y_THV: Tensor, x_THL: Tensor, group: int) -> None:
+        self._add_absorbed(y_THV, x_THL, group, values=True)
+
+    def _add_absorbed(self, y_THO: Tensor, x_THI: Tensor, group: int, *, values: bool) -> None:
+        backend = self._backend
+        add_absorbed(
+            y_THO,
+            x_THI,
+            backend.pool,
+            self.rows.tiles,
+            group,
+            values=values,
+            exact=backend.exact,
+            options=launch_options(backend.tuning.dependent_launch),
+        )
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
         assert self.rows.slots is not None

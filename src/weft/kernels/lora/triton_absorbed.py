@@ -1,0 +1,182 @@
+"""Computes the adapters' part of absorbed projections, head by head: see
+`weft.models.latent_attention`.
+
+Shapes: T token rows, H heads, N the keys and V the values of a head, L the latent, R ranks; I
+inputs and O outputs of a head, which are N and L for keys, and L and V for values.
+
+A program has a tile of rows (see `weft.kernels.lora.triton_tiles`), a head and a block of its
+outputs at a time. It computes v = x P, then adds v Q to y, where P and Q are A and the head's part
+of B: for keys P is B_K and Q is A, and for values P is A^T and Q is B_V^T. A row's result depends
+on its input and its adapter alone, to the bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.core.numbers import cdiv
+from weft.kernels.lora.base import AdapterPool
+from weft.kernels.lora.triton_tiles import TILE_ROWS, read_tile
+from weft.kernels.triton_base import dot, processors
+
+BLOCK = 128
+"""How many outputs of a head a program computes at a time, and how many inputs it reads."""
+
+PROGRAMS = 8
+"""How many programs a processor has at most."""
+
+_ROWS = tl.constexpr(TILE_ROWS)
+
+
+@triton.jit
+def _add_block(
+    y_at,
+    x_at,
+    p_at,
+    q_at,
+    rows,
+    o,
+    R,
+    p_stride,
+    p_rank_stride,
+    q_stride,
+    q_rank_stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """y += (x P) Q for a tile's rows and the outputs o. `y_at` and `x_at` point to the head's first
+    column of each of _ROWS rows, and P (I, R) and Q (R, O) have any strides."""
+    there = tl.arange(0, _ROWS)[:, None] < rows
+    acc = tl.full((_ROWS, BLOCK), 0.0, tl.float32)
+    for r0 in range(0, R, 16):
+        r = r0 + tl.arange(0, 16)
+        v = tl.full((_ROWS, 16), 0.0, tl.float32)
+        for i0 in tl.static_range(0, INPUTS, BLOCK):
+            i = i0 + tl.arange(0, BLOCK)
+            x = tl.load(x_at + i[None, :], mask=there & (i < INPUTS)[None, :], other=0.0)
+            p_mask = (i < INPUTS)[:, None] & (r < R)[None, :]
+            p = tl.load(
+                p_at + i[:, None] * p_stride + r[None, :] * p_rank_stride, mask=p_mask, other=0.0
+            )
+            v = dot(x, p, v, EXACT)
+        q_mask = (r < R)[:, None] & (o < OUTPUTS)[None, :]
+        q = tl.load(
+            q_at + r[:, None] * q_rank_stride + o[None, :] * q_stride, mask=q_mask, other=0.0
+        )
+        if EXACT:
+            acc = dot(v, q, acc, EXACT)
+        else:  # v enters as the sum of two numbers
+            high = v.to(q.dtype)
+            acc = dot((v - high.to(tl.float32)).to(q.dtype), q, acc, EXACT)
+            acc = dot(high, q, acc, EXACT)
+    mask = there & (o < OUTPUTS)[None, :]
+    y = tl.load(y_at + o[None, :], mask=mask, other=0.0)
+    tl.store(y_at + o[None, :], (y.to(tl.float32) + acc).to(y.dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["group", "first_slice", "num_groups", "num_targets"])
+def _add_absorbed(
+    y_ptr,
+    x_ptr,
+    arena_ptr,
+    tiles_ptr,
+    a_offset_ptr,
+    b_offset_ptr,
+    rank_ptr,
+    group,
+    first_slice,
+    num_groups,
+    num_targets,
+    y_stride,
+    y_head_stride,
+    x_stride,
+    x_head_stride,
+    H,
+    N: tl.constexpr,
+    V: tl.constexpr,
+    L: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y (T, H, O) += (x (T, H, I) P) Q for the rows of all tiles; x and y have unit stride along
+    their last dimension. VALUES: the projection is that to values, else to keys."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    OUTPUTS: tl.constexpr = V if VALUES else L
+    blocks: tl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK
+    total = tl.load(tiles_ptr + 3) * H * blocks
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    m = tl.arange(0, _ROWS)[:, None].to(tl.int64)
+    for i in range(tl.program_id(0), total, tl.num_programs(0)):
+        tile_ptr = tiles_ptr + 4 * (i // (H * blocks))
+        head = i // blocks % H
+        o = i % blocks * BLOCK + tl.arange(0, BLOCK)
+        _, row, rows, a_offset, ranks, b_offsets = read_tile(
+            tile_ptr,
+            a_offset_ptr,
+            b_offset_ptr,
+            rank_ptr,
+            group,
+            first_slice,
+            num_groups,
+            num_targets,
+            1,
+        )
+        R = ranks[0]
+        y_at = y_ptr + (row + m) * y_stride + head * y_head_stride
+        x_at = x_ptr + (row + m) * x_stride + head * x_head_stride
+        a_at = arena_ptr + a_offset
+        b_at = arena_ptr + b_offsets[0] + head * (N + V) * R
+        if R > 0:
+            if VALUES:
+                b_at += N * R
+                _add_block(y_at, x_at, a_at, b_at, rows, o, R, 1, L, R, 1, L, V, BLOCK, EXACT)
+            else:
+                _add_block(y_at, x_at, b_at, a_at, rows, o, R, R, 1, 1, L, N, L, BLOCK, EXACT)
+
+
+def add_absorbed(
+    y_THO: Tensor,
+    x_THI: Tensor,
+    pool: AdapterPool,
+    tiles: Tensor,
+    group: int,
+    *,
+    values: bool,
+    exact: bool,
+    options: dict[str, bool],
+) -> None:
+    """Compute what `LoraStep.absorbed_keys` does, or if `values` what `absorbed_values` does, for
+    the rows of `tiles`, int32 (., 4). `exact`: see `dot`. `options`: `launch_options`."""
+    if not len(tiles):
+        return
+    (T, H, outputs), inputs = y_THO.shape, x_THI.shape[2]
+    (target,) = pool.table.groups[group].slices
+    size = target.b_features // H
+    N, V, L = (size - outputs, outputs, inputs) if values else (inputs, size - inputs, outputs)
+    assert y_THO.stride(2) == x_THI.stride(2) == 1
+    work = min(T, len(tiles)) * H * cdiv(outputs, BLOCK)
+    _add_absorbed[min(PROGRAMS * processors(y_THO.device), work),](
+        y_THO,
+        x_THI,
+        pool.arena,
+        tiles,
+        *(pool.a_offset_SG, pool.b_offset_SL, pool.rank_SL),
+        *(group, target.slice, pool.a_offset_SG.shape[1], pool.rank_SL.shape[1]),
+        *(*y_THO.stride()[:2], *x_THI.stride()[:2], H),
+        N=N,
+        V=V,
+        L=L,
+        VALUES=values,
+        BLOCK=BLOCK,
+        EXACT=exact,
+        num_warps=4,
+        **options,
+    )
