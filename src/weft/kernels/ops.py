@@ -375,6 +375,11 @@ class Ops:
         out_THR.copy_(apply_rope(q_THD[..., -R:], rope))
         return q_THD[..., :-R]
 
+    def absorb(self, x_THI: Tensor, weight_HIO: Tensor, y_THO: Tensor) -> None:
+        """Write the product of each head's rows with its matrix to y. x and y have unit stride
+        along their last dimension. For `weft.models.latent_attention`."""
+        torch.bmm(x_THI.transpose(0, 1), weight_HIO, out=y_THO.transpose(0, 1))
+
     def apply_gates(self, x_THD: Tensor, qkv: Product) -> Tensor:
         """Multiply each head's `x` by the sigmoid of its gate, which comes behind its q in `qkv`;
         see `rope_and_write`. Changes x, and returns it."""

@@ -9,6 +9,7 @@ Everything is computed in fp32 and rounded once.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,10 +17,16 @@ from torch import Tensor
 from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.ops import Product, Rope
-from weft.kernels.triton_base import has_pending, with_pending
+from weft.kernels.triton_base import INTERPRETED, dot, has_pending, with_pending
 
 HEADS = 8
 """How many heads' queries a program rotates."""
+MOST_ROWS = 64
+"""The most rows that `absorb` takes. It reads the matrices early; with more rows, a library is as
+fast."""
+OUTPUTS_AT_ONCE = 128
+"""How many outputs of a head a program of `absorb` has, if it has 128 inputs; else a share of
+them."""
 
 
 @triton.jit
@@ -169,6 +176,59 @@ def _rotate_queries(
     tl.store(out_ptr + t * out_stride + h * out_head_stride + r, turned, mask=ok_r)
 
 
+@triton.jit
+def _absorb(
+    x_ptr,
+    weight_ptr,
+    y_ptr,
+    T,
+    x_stride,
+    x_head_stride,
+    y_stride,
+    y_head_stride,
+    weight_head_stride,
+    weight_stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y (T, H, O) = x (T, H, I) W (H, I, O); programs (O / BLOCK_O, H). TRANSPOSED: the unit stride
+    of W is along I and `weight_stride` along O, in place of the reverse."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    h = tl.program_id(1).to(tl.int64)
+    t = tl.arange(0, BLOCK_T)
+    i = tl.arange(0, BLOCK_I)
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    weight_at = weight_ptr + h * weight_head_stride
+    x_at = x_ptr + t[:, None].to(tl.int64) * x_stride + h * x_head_stride
+    weights = ()
+    for i0 in tl.static_range(0, INPUTS, BLOCK_I):  # no kernel of a step writes them
+        if TRANSPOSED:
+            at = weight_at + o[:, None] * weight_stride + (i0 + i)[None, :]
+            mask = (o < OUTPUTS)[:, None] & (i0 + i < INPUTS)[None, :]
+            weights += (tl.trans(tl.load(at, mask=mask, other=0.0)),)
+        else:
+            at = weight_at + (i0 + i)[:, None] * weight_stride + o[None, :]
+            mask = (i0 + i < INPUTS)[:, None] & (o < OUTPUTS)[None, :]
+            weights += (tl.load(at, mask=mask, other=0.0),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.full((BLOCK_T, BLOCK_O), 0.0, tl.float32)
+    for j in tl.static_range(len(weights)):
+        d = j * BLOCK_I + i
+        x = tl.load(x_at + d[None, :], mask=(t < T)[:, None] & (d < INPUTS)[None, :], other=0.0)
+        acc = dot(x, weights[j], acc, EXACT)
+    y_at = y_ptr + t[:, None].to(tl.int64) * y_stride + h * y_head_stride + o[None, :]
+    mask = (t < T)[:, None] & (o < OUTPUTS)[None, :]
+    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
 def write_latents(
     a: Product,
     query_norm_Q: Tensor | None,
@@ -245,6 +305,32 @@ def rotate_queries(q: Product, out_THR: Tensor, rope: Rope, options: dict[str, b
             **options,
         )
     return rest_THN
+
+
+def absorb(x_THI: Tensor, weight_HIO: Tensor, y_THO: Tensor, options: dict[str, bool]) -> None:
+    """Compute what `Ops.absorb` does, which explains the arguments, for up to MOST_ROWS rows.
+    `options`: the `launch_options` of the kernel."""
+    (T, H, outputs), inputs = y_THO.shape, x_THI.shape[2]
+    head_stride, *strides = weight_HIO.stride()
+    transposed = strides[0] == 1
+    block_i = min(128, max(16, next_power_of_2(inputs)))
+    block_o = max(16, min(OUTPUTS_AT_ONCE // cdiv(inputs, block_i), next_power_of_2(outputs)))
+    if T:
+        _absorb[cdiv(outputs, block_o), H](
+            *(x_THI, weight_HIO, y_THO, T),
+            *(*x_THI.stride()[:2], *y_THO.stride()[:2]),
+            head_stride,
+            max(strides),
+            INPUTS=inputs,
+            OUTPUTS=outputs,
+            BLOCK_T=max(16, next_power_of_2(T)),
+            BLOCK_I=block_i,
+            BLOCK_O=block_o,
+            TRANSPOSED=transposed,
+            EXACT=INTERPRETED or x_THI.dtype == torch.float32,
+            num_warps=4,
+            **options,
+        )
 
 
 def _tables(rope: Rope) -> tuple[Tensor, Tensor]:

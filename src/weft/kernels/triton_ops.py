@@ -37,7 +37,7 @@ from weft.kernels.triton_base import (
 )
 from weft.kernels.triton_delta import gated_delta
 from weft.kernels.triton_heads import apply_gates, rope_and_write
-from weft.kernels.triton_latents import rotate_queries, write_latents
+from weft.kernels.triton_latents import MOST_ROWS, absorb, rotate_queries, write_latents
 from weft.kernels.triton_short_conv import short_conv
 
 
@@ -403,6 +403,12 @@ class TritonOps(Ops):
 
     def rotate_queries(self, q: Product, out_THR: Tensor, rope: Rope) -> Tensor:
         return rotate_queries(q, out_THR, rope, self._options)
+
+    def absorb(self, x_THI: Tensor, weight_HIO: Tensor, y_THO: Tensor) -> None:
+        if len(x_THI) > MOST_ROWS:
+            super().absorb(x_THI, weight_HIO, y_THO)
+        else:
+            absorb(x_THI, weight_HIO, y_THO, self._options)
 
     def apply_gates(self, x_THD: Tensor, qkv: Product) -> Tensor:
         return apply_gates(x_THD, qkv, self._options)

@@ -16,7 +16,6 @@ rotated part, L the latent, V the value of a head, W = L + R.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from weft.kernels.attention import KVCache
@@ -72,12 +71,12 @@ class LatentLayer:
         q_THN = self._ops.rotate_queries(q, q_THW[..., shape.rank :], rope)
         if lora is not None:
             q_THN = lora.scaled_queries(q_THN, self._group)
-        torch.bmm(q_THN.transpose(0, 1), self._keys_HNL, out=q_THL.transpose(0, 1))
+        self._ops.absorb(q_THN, self._keys_HNL, q_THL)
         if lora is not None:
             lora.absorbed_keys(q_THL, q_THN, self._group)
         out_THL = self._ops.attend(q_THW, cache, batch, scale=self._scale, window=None)
         out_THV = x_TI.new_empty(T, H, shape.value_dim)
-        torch.bmm(out_THL.transpose(0, 1), self._values_HLV, out=out_THV.transpose(0, 1))
+        self._ops.absorb(out_THL, self._values_HLV, out_THV)
         if lora is not None:
             lora.absorbed_values(out_THV, out_THL, self._group)
         return self._o(out_THV.flatten(1), step)

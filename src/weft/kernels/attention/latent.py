@@ -102,7 +102,8 @@ class _Launch(NamedTuple):
         acc = sums = self.out_THL
         if parts > 1:
             acc = self.q_THW.new_empty((places, parts, H, L), dtype=torch.float32)
-            sums = self.q_THW.new_zeros((places, parts, H, 2), dtype=torch.float32)
+            make = self.q_THW.new_zeros if kind == "tiles" else self.q_THW.new_empty
+            sums = make((places, parts, H, 2), dtype=torch.float32)
         table_SB, block_l = self.batch.block_table_SB, max(16, next_power_of_2(L))
         latent_tiles[num_tiles * shares, parts](
             *(self.q_THW, self.cache.k, self.out_THL, acc, sums),
@@ -119,6 +120,7 @@ class _Launch(NamedTuple):
             PARTS=parts,
             LEAST=LEAST_ROUNDS * rounds.tokens,
             SHARES=shares,
+            **self.options,
             num_warps=rounds.warps,
             num_stages=rounds.stages,
         )

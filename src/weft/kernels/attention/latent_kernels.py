@@ -37,6 +37,7 @@ def latent_tiles(
     PARTS: tl.constexpr,
     LEAST: tl.constexpr,
     SHARES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Attention of up to BLOCK_M queries of a tile to one part of their context. A tile is one or
     more token rows of one sequence, with H queries each. Programs (tiles * SHARES, PARTS): each
@@ -52,8 +53,12 @@ def latent_tiles(
 
     A context is cut into at most PARTS parts of at least LEAST tokens. If PARTS is not 1, results
     go to acc fp32 (., PARTS, H, L) and sums fp32 (., PARTS, H, 2) of (sum, maximum): by row for
-    "tiles", else by the tile's number. Parts without context leave their sums at 0.
+    "tiles", else by the tile's number. The sums of a part without context are 0; those of "tiles"
+    have to be 0 before.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     i = tl.program_id(0) // SHARES
     if ROWS == "tiles":
         seq = tl.load(tiles_ptr + 4 * i)
@@ -72,6 +77,7 @@ def latent_tiles(
                 return
         position = tl.load(lens_ptr + seq) - 1
         count = 1
+    m = tl.program_id(0) % SHARES * BLOCK_M + tl.arange(0, BLOCK_M)
     last = position + count
     first = 0
     if PARTS > 1:
@@ -80,8 +86,10 @@ def latent_tiles(
         first = tl.program_id(1) * share
         last = tl.minimum(first + share, last)
         if first >= last:
+            if ROWS != "tiles":
+                at = (i.to(tl.int64) * PARTS + tl.program_id(1)) * H + m
+                tl.store(sums_ptr + 2 * at, tl.full((BLOCK_M,), 0.0, tl.float32), mask=m < H)
             return
-    m = tl.program_id(0) % SHARES * BLOCK_M + tl.arange(0, BLOCK_M)
     n = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_L)
     r = tl.arange(0, BLOCK_R)

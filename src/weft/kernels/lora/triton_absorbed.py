@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.core.numbers import cdiv
+from weft.core.targets import ALIGN
 from weft.kernels.lora.base import AdapterPool
 from weft.kernels.lora.triton_tiles import TILE_ROWS, read_tile
 from weft.kernels.triton_base import dot, processors
@@ -27,7 +28,28 @@ BLOCK = 128
 PROGRAMS = 8
 """How many programs a processor has at most."""
 
+_ALIGN = tl.constexpr(ALIGN)
 _ROWS = tl.constexpr(TILE_ROWS)
+
+
+@triton.jit
+def _times(v, q, acc, EXACT: tl.constexpr):
+    """acc + v @ q; v is fp32 and enters as the sum of two numbers of q's dtype."""
+    if EXACT:
+        acc = dot(v, q, acc, EXACT)
+    else:
+        high = v.to(q.dtype)
+        acc = dot((v - high.to(tl.float32)).to(q.dtype), q, acc, EXACT)
+        acc = dot(high, q, acc, EXACT)
+    return acc
+
+
+@triton.jit
+def _read(at, rows, columns, row_stride, column_stride, NUM_ROWS, NUM_COLUMNS):
+    """The rows and columns of a matrix of any strides, with 0 where there are none."""
+    mask = (rows < NUM_ROWS)[:, None] & (columns < NUM_COLUMNS)[None, :]
+    at += rows[:, None] * row_stride + columns[None, :] * column_stride
+    return tl.load(at, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -47,33 +69,42 @@ def _add_block(
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y += (x P) Q for a tile's rows and the outputs o. `y_at` and `x_at` point to the head's first
     column of each of _ROWS rows, and P (I, R) and Q (R, O) have any strides."""
-    there = tl.arange(0, _ROWS)[:, None] < rows
+    there = tl.arange(0, _ROWS) < rows
+    i = tl.arange(0, BLOCK)
+    r = tl.arange(0, 16)
     acc = tl.full((_ROWS, BLOCK), 0.0, tl.float32)
-    for r0 in range(0, R, 16):
-        r = r0 + tl.arange(0, 16)
-        v = tl.full((_ROWS, 16), 0.0, tl.float32)
+    if R <= 16:
+        # P and Q are on their way while the kernel ahead still runs.
+        q = _read(q_at, r, o, q_rank_stride, q_stride, R, OUTPUTS)
+        parts = ()
         for i0 in tl.static_range(0, INPUTS, BLOCK):
-            i = i0 + tl.arange(0, BLOCK)
-            x = tl.load(x_at + i[None, :], mask=there & (i < INPUTS)[None, :], other=0.0)
-            p_mask = (i < INPUTS)[:, None] & (r < R)[None, :]
-            p = tl.load(
-                p_at + i[:, None] * p_stride + r[None, :] * p_rank_stride, mask=p_mask, other=0.0
-            )
-            v = dot(x, p, v, EXACT)
-        q_mask = (r < R)[:, None] & (o < OUTPUTS)[None, :]
-        q = tl.load(
-            q_at + r[:, None] * q_rank_stride + o[None, :] * q_stride, mask=q_mask, other=0.0
-        )
-        if EXACT:
-            acc = dot(v, q, acc, EXACT)
-        else:  # v enters as the sum of two numbers
-            high = v.to(q.dtype)
-            acc = dot((v - high.to(tl.float32)).to(q.dtype), q, acc, EXACT)
-            acc = dot(high, q, acc, EXACT)
-    mask = there & (o < OUTPUTS)[None, :]
+            parts += (_read(p_at, i0 + i, r, p_stride, p_rank_stride, INPUTS, R),)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        v = tl.full((_ROWS, 16), 0.0, tl.float32)
+        for j in tl.static_range(len(parts)):
+            d = j * BLOCK + i
+            x = tl.load(x_at + d[None, :], mask=there[:, None] & (d < INPUTS)[None, :], other=0.0)
+            v = dot(x, parts[j], v, EXACT)
+        acc = _times(v, q, acc, EXACT)
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        for r0 in range(0, R, 16):
+            v = tl.full((_ROWS, 16), 0.0, tl.float32)
+            for i0 in tl.static_range(0, INPUTS, BLOCK):
+                d = i0 + i
+                mask = there[:, None] & (d < INPUTS)[None, :]
+                x = tl.load(x_at + d[None, :], mask=mask, other=0.0)
+                p = _read(p_at, d, r0 + r, p_stride, p_rank_stride, INPUTS, R)
+                v = dot(x, p, v, EXACT)
+            q = _read(q_at, r0 + r, o, q_rank_stride, q_stride, R, OUTPUTS)
+            acc = _times(v, q, acc, EXACT)
+    mask = there[:, None] & (o < OUTPUTS)[None, :]
     y = tl.load(y_at + o[None, :], mask=mask, other=0.0)
     tl.store(y_at + o[None, :], (y.to(tl.float32) + acc).to(y.dtype), mask=mask)
 
@@ -111,8 +142,6 @@ def _add_absorbed(
     OUTPUTS: tl.constexpr = V if VALUES else L
     blocks: tl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK
     total = tl.load(tiles_ptr + 3) * H * blocks
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     m = tl.arange(0, _ROWS)[:, None].to(tl.int64)
     for i in range(tl.program_id(0), total, tl.num_programs(0)):
         tile_ptr = tiles_ptr + 4 * (i // (H * blocks))
@@ -132,14 +161,16 @@ def _add_absorbed(
         R = ranks[0]
         y_at = y_ptr + (row + m) * y_stride + head * y_head_stride
         x_at = x_ptr + (row + m) * x_stride + head * x_head_stride
-        a_at = arena_ptr + a_offset
-        b_at = arena_ptr + b_offsets[0] + head * (N + V) * R
+        a_at = arena_ptr + tl.multiple_of(a_offset, _ALIGN)
+        b_at = arena_ptr + tl.multiple_of(b_offsets[0], _ALIGN) + head * (N + V) * R
         if R > 0:
             if VALUES:
                 b_at += N * R
-                _add_block(y_at, x_at, a_at, b_at, rows, o, R, 1, L, R, 1, L, V, BLOCK, EXACT)
+                _add_block(y_at, x_at, a_at, b_at, rows, o, R, 1, L, R, 1, L, V, BLOCK, EXACT, PDL)
             else:
-                _add_block(y_at, x_at, b_at, a_at, rows, o, R, R, 1, 1, L, N, L, BLOCK, EXACT)
+                _add_block(y_at, x_at, b_at, a_at, rows, o, R, R, 1, 1, L, N, L, BLOCK, EXACT, PDL)
+    if PDL:  # those without work too: whoever waits for this kernel waits for those ahead
+        tl.extra.cuda.gdc_wait()
 
 
 def add_absorbed(
