@@ -80,8 +80,8 @@ def _base(preset: str, num_layers: int) -> str:
 
     def smaller(config: dict[str, Any]) -> dict[str, Any]:
         less = {"num_hidden_layers": num_layers, "vocab_size": 1024, "dtype": "bfloat16"}
-        if "layer_types" in config:
-            less["layer_types"] = config["layer_types"][:num_layers]
+        for name in config.keys() & {"layer_types", "mlp_layer_types"}:
+            less[name] = config[name][:num_layers]
         if "num_local_experts" in config:
             less["num_local_experts"] = 4
         if "text_config" in config:

@@ -21,10 +21,8 @@ from weft.kernels.attention import AttentionBatch, KVCache, RowWork, tile_rows
 from weft.kernels.attention.latent_kernels import latent_tiles
 from weft.kernels.attention.paged_kernels import combine_parts
 
-MAX_PARTS = 32
+MAX_PARTS = 64
 """The most parts that a context is cut into."""
-LEAST_ROUNDS = 4
-"""The fewest rounds of a part. To combine parts that are shorter takes longer than to read them."""
 
 
 class _Rounds(NamedTuple):
@@ -33,17 +31,30 @@ class _Rounds(NamedTuple):
     queries: int
     """The most queries that a program has."""
     tokens: int
-    """How many tokens of the context it reads in a round."""
+    """How many tokens of the context it reads in a round. A part has at least so many."""
     warps: int
     stages: int
+    """How many rounds overlap, counting the one whose latents are in use."""
+
+    def within(self, shared_bytes: int, num_queries: int, width: int, itemsize: int) -> _Rounds:
+        """These with as many tokens as fit into shared memory beside so many queries, and with two
+        stages where even 16 tokens would not fit. `shared_bytes`: 0 if there is no limit."""
+        fitting = self
+        for tokens, stages in ((32, self.stages), (16, self.stages), (16, 2)):
+            numbers = num_queries + (fitting.stages - 1) * fitting.tokens
+            taken = (numbers * width + num_queries * fitting.tokens) * itemsize
+            if not 0 < shared_bytes < taken:
+                break
+            fitting = fitting._replace(tokens=min(tokens, self.tokens), stages=stages)
+        return fitting
 
 
-SHORT = _Rounds(64, 32, 8, 3)
-"""The rounds for 16-bit numbers. With latents of 512 + 64 numbers, the queries take 72 KB of shared
-memory and each of the 3 stages 36 KB, so a GPU needs 180 KB. The sums of 64 queries take half of
-the registers of eight warps."""
+FEW = _Rounds(32, 64, 8, 3)
+"""The rounds of up to 32 queries of 16-bit numbers."""
+MANY = _Rounds(64, 32, 8, 3)
+"""The rounds of more queries, whose sums take half of the registers of eight warps."""
 LONG = _Rounds(16, 16, 4, 2)
-"""The rounds for 32-bit numbers, whose products need many more registers."""
+"""The rounds of 32-bit numbers, whose products need many more registers."""
 
 
 def attend(
@@ -53,15 +64,16 @@ def attend(
     work: RowWork,
     scale: float,
     processors: int,
+    shared_bytes: int,
     options: dict[str, bool],
 ) -> Tensor:
     """Attention as `Attend` defines it, to latents. Returns (T, H, L). `work`: as `row_work` makes
     it for H queries a row. `scale`: the factor of scores, times log2 e. `processors`: how many
-    programs run at once. `options`: `launch_options` of kernels that take them."""
+    programs run at once. `shared_bytes`: how much shared memory a program may have; 0: no limit.
+    `options`: `launch_options` of the kernels."""
     T, H, _ = q_THW.shape
     out_THL = q_THW.new_empty((T, H, cache.v.shape[-1]))
-    rounds = LONG if q_THW.dtype == torch.float32 else SHORT
-    launch = _Launch(q_THW, cache, batch, out_THL, scale, rounds, processors, options)
+    launch = _Launch(q_THW, cache, batch, out_THL, scale, processors, shared_bytes, options)
     if work.tiles is not None:
         rows = tile_rows(H)
         # `work.tiles` has a place for each possible tile. Most are empty in short steps.
@@ -83,8 +95,8 @@ class _Launch(NamedTuple):
     out_THL: Tensor
     scale: float
     """The factor of scores, times log2 e."""
-    rounds: _Rounds
     processors: int
+    shared_bytes: int
     options: dict[str, bool]
 
     def run(
@@ -94,8 +106,10 @@ class _Launch(NamedTuple):
         empty. `kind` and `tiles`: ROWS and tiles of the kernel. `places`: for how many rows parts
         of contexts are combined, if contexts are cut into parts."""
         H, W = self.q_THW.shape[1:]
-        L, rounds = self.out_THL.shape[2], self.rounds
+        L, itemsize = self.out_THL.shape[2], self.q_THW.element_size()
+        rounds = LONG if itemsize == 4 else FEW if rows <= FEW.queries else MANY
         block_m = max(16, min(rounds.queries, next_power_of_2(rows)))
+        rounds = rounds.within(self.shared_bytes, block_m, W, itemsize)
         shares = cdiv(rows, block_m)
         wanted = max(1, min(MAX_PARTS, self.processors // (num_full * shares)))
         parts = 1 << (wanted.bit_length() - 1)  # a power of 2, as each number is compiled apart
@@ -118,7 +132,7 @@ class _Launch(NamedTuple):
             BLOCK_SIZE=self.cache.block_size,
             ROWS=kind,
             PARTS=parts,
-            LEAST=LEAST_ROUNDS * rounds.tokens,
+            LEAST=rounds.tokens,
             SHARES=shares,
             **self.options,
             num_warps=rounds.warps,

@@ -84,8 +84,8 @@ class PagedAttention:
             work = batch.once(("triton", H // K), partial(_plan, batch, H // K))
         if cache.v.shape[-1] < D:
             assert K == 1 and window is sinks_H is cap is None
-            scale, num, options = scale * LOG2E, self._programs, self._options
-            return latent.attend(q_THD, cache, batch, work, scale, num, options)
+            device = self._programs, self._shared_bytes, self._options
+            return latent.attend(q_THD, cache, batch, work, scale * LOG2E, *device)
         out_THD = q_THD.new_empty(q_THD.shape)
         tensors = (q_THD, cache.k, cache.v, out_THD)
         numbers = (scale * LOG2E, window or 0, q_THD.stride(0), table_SB.stride(0), K)
