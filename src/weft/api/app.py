@@ -103,7 +103,7 @@ def create_app(
 
     app = new_app("Weft", version=__version__, lifespan=lifespan)
     app.state.request_timeout_s = settings.request_timeout_s
-    _add_routes(app, service, desk, watch, fleet)
+    _add_routes(app, service, desk, watch, fleet, audit)
     app.state.follower, app.state.shadows = follower, service.shadows
     app.state.metrics_app = metrics_app(service, watch)
     _add_middleware(app, metrics, audit, settings, tenants)
@@ -113,7 +113,12 @@ def create_app(
 
 
 def _add_routes(
-    app: FastAPI, service: Service, desk: AdapterDesk, watch: LoopWatch, fleet: Fleet | None
+    app: FastAPI,
+    service: Service,
+    desk: AdapterDesk,
+    watch: LoopWatch,
+    fleet: Fleet | None,
+    audit: AuditLog,
 ) -> None:
     """Add the routers' routes themselves: to include the routers would create each route again."""
     routers = [
@@ -132,7 +137,7 @@ def _add_routes(
         *(routes(service, desk) for routes in (adapter_routes, upload_routes, registry_routes)),
     ]
     if fleet is not None:
-        routers.append(fleet_routes(service, fleet))
+        routers.append(fleet_routes(service, fleet, audit))
         app.add_middleware(ExplainRoutes, service=service, fleet=fleet)
     for router in routers:
         app.router.routes.extend(router.routes)

@@ -34,12 +34,16 @@ All others share their lines. The rest is only counted, so nobody fills a disk.
 _SECRETS = re.compile(r"(?<=://)[^/?#]*@|[?#].*", re.DOTALL)
 """The parts of a URI that may hold a password or a token."""
 
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+"""O_NONBLOCK, because opening a pipe that nobody reads would wait for ever."""
 _DONE = {
-    "load": "loaded",
-    "replace": "replaced",
-    "unload": "unloaded",
-    "release": "released",
-    "rollback": "rolled back",
+    "load": "adapter %r: loaded",
+    "replace": "adapter %r: replaced",
+    "unload": "adapter %r: unloaded",
+    "release": "adapter %r: released",
+    "rollback": "adapter %r: rolled back",
+    "drain": "node %r: drained",
+    "undrain": "node %r: takes requests again",
 }
 """How the server's own log words each action."""
 
@@ -52,10 +56,10 @@ class AuditEntry:
     """One line of the audit log."""
 
     action: str
-    """load, replace, unload; refuse, where a key is missing or not good enough; or what changed in
-    the file of tenants: grant, `add key`, ..."""
+    """load, replace, unload, drain, ...; refuse, where a key is missing or not good enough; or what
+    changed in the file of tenants: grant, `add key`, ..."""
     name: str | None = None
-    """The adapter's name, the key's id, or the refused route."""
+    """The name of the adapter or the node, the key's id, or the refused route."""
     source: str | None = None
     """The adapter's path or URI, as the client gave it."""
     digest: str | None = None
@@ -79,7 +83,8 @@ class AuditLog:
     """Writes who changed what, one JSON object a line, and never a secret."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path` is a file to append to; `-` is stderr, and None writes nothing. Raises OSError."""
+        """`path` is a file to append to, or a pipe that somebody reads; `-` is stderr, and None
+        writes nothing. Raises OSError."""
         self._path = path
         self._fd: int | None = None
         self._is_cut = False
@@ -92,8 +97,13 @@ class AuditLog:
         """Go on in a new file if the old one was moved away. Raises OSError."""
         if self._path is None or str(self._path) == "-":
             return
-        old, flags = self._fd, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._fd = os.open(self._path, flags, 0o600)
+        old = self._fd
+        try:
+            self._fd = os.open(self._path, _APPEND, 0o600)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                raise OSError(errno.ENXIO, "it is a pipe that nobody reads, or a socket") from error
+            raise
         self._is_cut = False
         if old is not None:
             os.close(old)
@@ -115,7 +125,7 @@ class AuditLog:
             raise
         else:
             digest = f", digest {made.digest[:16]}" if made.digest else ""
-            logger.info("adapter %r: %s%s", made.name, _DONE[made.action], digest)
+            logger.info(f"{_DONE[made.action]}%s", made.name, digest)
             self.write(made)
 
     def write(self, entry: AuditEntry) -> None:

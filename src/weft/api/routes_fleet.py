@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.api.audit import AuditLog
 from weft.api.bodies import ClosedBody
 from weft.api.http import ERRORS, body_of, error_response, json_response
 from weft.api.reading import read_body
@@ -67,7 +68,7 @@ class DrainBody(ClosedBody):
     """False lets the node take requests again."""
 
 
-def fleet_routes(service: Service, fleet: Fleet) -> APIRouter:
+def fleet_routes(service: Service, fleet: Fleet, audit: AuditLog) -> APIRouter:
     router = APIRouter(responses=ERRORS)
 
     @router.get("/fleet")
@@ -83,7 +84,8 @@ def fleet_routes(service: Service, fleet: Fleet) -> APIRouter:
         let it take requests again."""
         service.access.need("admin")
         body = await read_body(request, DrainBody, service.settings.max_body_bytes)
-        fleet.drain(body.node, body.draining)
+        with audit.entry("drain" if body.draining else "undrain", body.node):
+            fleet.drain(body.node, body.draining)
         return json_response({"node": body.node, "draining": body.draining})
 
     @router.get("/fleet/why/{request_id}")

@@ -74,7 +74,7 @@ class FrontDoor:
         try:
             self.audit.reopen()
         except OSError as error:
-            logger.error("the audit log can't be opened again: %s", error)
+            logger.error("the audit log can't be opened again: %s", error.strerror)
         if not isinstance(self.tenants, TenantsFile):
             return
         source = str(self.tenants.path)

@@ -14,7 +14,10 @@ twice or out of range is an error that names its place, and nothing of the file 
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -105,7 +108,9 @@ class TenantsFile:
 
     def _read(self) -> Directory:
         try:
-            with self.path.open("rb") as file:
+            with open(self.path, "rb", opener=_open_at_once) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise OSError(errno.EINVAL, "it is no regular file")
                 content = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
             raise ConfigError(f"--tenants {self.path}: {error.strerror}", "tenants") from error
@@ -118,6 +123,11 @@ class TenantsFile:
             raise ConfigError(f"--tenants {self.path}: it is not UTF-8", "tenants") from error
         except ConfigError as error:
             raise ConfigError(f"--tenants {self.path}: {error.message}", error.param) from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file, but do not wait until somebody writes to it if it is a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse_tenants(text: str, lora_roots: Sequence[Path] = ()) -> Directory:
