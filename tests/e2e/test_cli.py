@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -342,6 +343,7 @@ def test_texts_that_are_not_utf_8_are_named(command: str, names: list[str]) -> N
 
 def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
     modules = ("--lora-modules", f"a={tmp_path}", f"a={tmp_path}")
+    os.mkfifo(pipe := tmp_path / "pipe")
     for flags, message in (
         (("--max-loras", "0"), "--max-loras must be at least 1"),
         (("--lora-root", f"{tmp_path}/nowhere"), "nowhere: no such folder"),
@@ -363,6 +365,8 @@ def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
         (("--fleet", "nodes"), "--fleet needs --fleet-key too"),
         (("--request-timeout", "0"), "--request-timeout must be more than 0"),
         (("--lora-root", f"{tmp_path}/\udcff"), "--lora-root must be UTF-8"),
+        (("--audit-log", str(pipe)), f"--audit-log {pipe}: it is a pipe that nobody reads"),
+        (("--tenants", str(pipe)), f"--tenants {pipe}: it is no regular file"),
     ):
         assert message in refusal("serve", BASE, *flags)
 
@@ -370,8 +374,10 @@ def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
 def test_a_taken_port_is_refused_before_the_model_loads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        line = refusal("serve", "/no/such/model", "--port", port)
-    assert f"can't listen on 127.0.0.1:{port}: Address already in use" in line
+        flags = ("--metrics-port", "0", "--port", "0")
+        for flag in ("--port", "--metrics-port"):
+            line = refusal("serve", "/no/such/model", *flags, flag, port)
+            assert f"can't listen on 127.0.0.1:{port}: Address already in use ({flag})" in line
 
 
 def test_a_missing_base(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def test_another_program_at_a_nodes_port_is_told_before_nodes_start(
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         done = CliRunner().invoke(app, ["cluster", "up", "base", "--port", str(port)])
-    refused = f"weft: error: can't listen on 127.0.0.1:{port}: Address already in use\n"
+    refused = f"weft: error: can't listen on 127.0.0.1:{port}: Address already in use (--port)\n"
     assert (done.exit_code, done.stderr) == (1, refused)
     assert folder_of("default").read().num_nodes == 0
 
@@ -290,13 +290,38 @@ def test_a_cluster_whose_terminal_is_closed_hands_its_requests_over(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     started = all_started(monkeypatch)
     monkeypatch.setattr(local_module, "is_ready", lambda url: True)
-    monkeypatch.setattr("weft.cli.cluster.check_port", Mock())
+    monkeypatch.setattr("weft.cli.cluster.check_free", Mock())
     monkeypatch.setattr("weft.cli.cluster.time.sleep", hang_up)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     done = CliRunner().invoke(app, ["cluster", "up", "base"])
     assert "Ending the nodes" in done.output
     assert [process.code for process in started] == [0, 0]
     assert folder_of("default").read().num_nodes == 0
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize(
+    ("code", "why"), [(1, "the disk is full"), (-9, "by signal 9 (Killed)")], ids=["error", "kill"]
+)
+def test_a_node_that_ends_is_shown_with_the_reason_and_its_log(
+    code: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    log = tmp_path / "weft/clusters/default/node-1.log"
+    started = all_started(monkeypatch)
+
+    def end(_: float) -> None:
+        if started[1].code is not None:
+            raise KeyboardInterrupt
+        log.write_text(f"INFO ready\n{ERROR}the disk is full\n\n")
+        started[1].code = code
+
+    monkeypatch.setattr(local_module, "is_ready", lambda url: True)
+    monkeypatch.setattr("weft.cli.cluster.check_free", Mock())
+    monkeypatch.setattr("weft.cli.cluster.time.sleep", end)
+    done = CliRunner().invoke(app, ["cluster", "up", "base"])
+    ended = f"node-1  http://127.0.0.1:8001  ended: {why}; see {log}"
+    assert ended in done.output.splitlines()
 
 
 @pytest.mark.usefixtures("handlers")
@@ -309,7 +334,7 @@ def test_a_base_has_the_name_by_which_it_was_given(
     monkeypatch.chdir(tmp_path)
     Path("base").mkdir()
     started = all_started(monkeypatch)
-    monkeypatch.setattr("weft.cli.cluster.check_port", Mock())
+    monkeypatch.setattr("weft.cli.cluster.check_free", Mock())
     monkeypatch.setattr("weft.cli.cluster.time.sleep", Mock(side_effect=KeyboardInterrupt))
     CliRunner().invoke(app, ["cluster", "up", "base", "--nodes", "1", *names])
     command = " ".join(started[0].command)

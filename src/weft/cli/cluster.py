@@ -22,12 +22,13 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from weft.bench.report import FILE_WIDTH
-from weft.cli.nodes_table import nodes_table
+from weft.cli.nodes_table import nodes_table, show_state
 from weft.core.errors import ConfigError, InvalidRequest, Unreachable, WeftError
 from weft.core.folders import at_home, home_folder
+from weft.core.ports import check_free
 from weft.fleet.launchers import NODE, ClusterArgs, ClusterFolder, Launcher, Placed
 from weft.fleet.launchers.found import find_nodes
-from weft.fleet.launchers.local import HOST, MAX_FAILED, LocalLauncher, check_port
+from weft.fleet.launchers.local import HOST, MAX_FAILED, LocalLauncher
 from weft.registry.stores import local_path, open_store
 from weft.terminal.commands import Commands
 from weft.terminal.options import Interval, ending_in_one_line, key_to_send, refusal_of
@@ -194,14 +195,13 @@ def _run_local(folder: ClusterFolder, args: ClusterArgs) -> None:
         if local_path(args.registry) is not None:  # nodes make none: it may not be mounted there
             open_store(args.registry)
         for node_name in args.names:
-            check_port(args.port_of(node_name))
+            # What another program answers there would be taken for the node's.
+            check_free(HOST, args.port_of(node_name), "--port")
         while (wanted := folder.read()).num_nodes:
             reconcile(launcher, [node.name for node in launcher.list()], wanted.names)
             launcher.tend()
             for node in launcher.list():
-                if shown.get(node.name) != node.state:
-                    shown[node.name] = node.state
-                    console.print(f"{node.name}  {node.url}  {node.state}", highlight=False)
+                show_state(console, shown, node, node.why)
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
         console.print("Ending the nodes")
@@ -228,12 +228,8 @@ def _up_ray(name: str, args: ClusterArgs) -> None:
                 cluster.scale(0)
                 message = f"{node.name} has ended {node.restarts} times before it was ready"
                 raise ConfigError(f"{message}; Ray's logs of its workers say why")
-            if shown.get(node.name) != node.state:
-                shown[node.name] = node.state
-                lacks = f": waits for a machine with {needed} free"
-                more = lacks if node.state == "unplaced" else ""
-                line = f"{node.name}  {node.url}  {node.state}{more}"
-                console.print(line, highlight=False, soft_wrap=True)
+            lacks = f"waits for a machine with {needed} free"
+            show_state(console, shown, node, lacks if node.state == "unplaced" else "")
         time.sleep(LOOK_S)
 
 

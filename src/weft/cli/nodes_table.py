@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from weft.fleet.launchers import Placed
+
+
+def show_state(console: Console, shown: dict[str, str], node: Placed, why: str) -> None:
+    """Print a node's state, if it differs from the one that was `shown` before."""
+    if shown.get(node.name) != node.state:
+        shown[node.name] = node.state
+        line = f"{node.name}  {node.url}  {node.state}{f': {why}' if why else ''}"
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def nodes_table(

@@ -30,6 +30,7 @@ from weft.cli.front import FrontDoor, served_beside
 from weft.cli.summary import num_shared, start_in_words, summary
 from weft.core.config import EngineArgs, ModelArgs
 from weft.core.errors import ConfigError, WeftError
+from weft.core.ports import port_refused
 from weft.core.processes import freeze_heap, leave_out_torch
 from weft.core.tenants import Tenant
 from weft.fleet.supervisor import Supervisor
@@ -164,7 +165,7 @@ async def _run_server(start: _Start) -> None:
             listener = bound.enter_context(contextlib.closing(_bind(flags.host, flags.port)))
         beside = None
         if flags.metrics_port is not None:
-            beside = _bind(flags.metrics_host, flags.metrics_port, "--metrics-host")
+            beside = _bind(flags.metrics_host, flags.metrics_port, "metrics-")
             bound.enter_context(contextlib.closing(beside))
         try:
             await _start_and_serve(start, listener, beside, traces)
@@ -245,15 +246,17 @@ def show(shown: RenderableType) -> None:
 # -- the start -----------------------------------------------------------------------------------
 
 
-def _bind(host: str, port: int, flag: str = "--host") -> socket.socket:
-    """Take the port before anything slow happens."""
+def _bind(host: str, port: int, which: str = "") -> socket.socket:
+    """Take the port before anything slow happens. `which`: how the flags' names begin that have the
+    host and the port. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"{flag} {host}: {error.strerror or error}", "host") from error
+        param = f"{which}host".replace("-", "_")
+        raise ConfigError(f"--{which}host {host}: {error.strerror or error}", param) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -263,12 +266,8 @@ def _bind(host: str, port: int, flag: str = "--host") -> socket.socket:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     except OSError as error:
         listener.close()
-        raise _port_refused(host, port, error) from error
+        raise port_refused(host, port, f"--{which}port", error) from error
     return listener
-
-
-def _port_refused(host: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(f"can't listen on {host}:{port}: {error.strerror or error}", "port")
 
 
 def _url(host: str, listener: socket.socket) -> str:
@@ -419,4 +418,4 @@ async def _serve_http(
         await server.serve([listener])
         logger.info("stopped")
     except OSError as error:
-        raise _port_refused(flags.host, flags.port, error) from error
+        raise port_refused(flags.host, flags.port, "--port", error) from error

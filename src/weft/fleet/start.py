@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 from weft.core.adapters import AdapterSource
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, InvalidRequest
+from weft.core.ports import check_free
 from weft.fleet.controller import Controller
 from weft.fleet.curve import read_fleet_key
 from weft.fleet.fleet_client import FleetClient
@@ -90,24 +90,6 @@ class FleetArgs:
             raise ConfigError(error.message, "node_label") from None
 
 
-def check_free(listen: str) -> None:
-    """Raises ConfigError if this HOST:PORT is taken, or is no address of this machine. It is called
-    before an engine loads, which may take minutes. A HOST that names a network interface is not
-    checked."""
-    host, _, port = listen.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return
-    family, kind, protocol, _, address = found[0]
-    try:
-        with socket.socket(family, kind, protocol) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(address)
-    except OSError as error:
-        raise ConfigError(f"--fleet-listen {listen}: {error.strerror}", "fleet_listen") from error
-
-
 async def start_fleet(
     args: FleetArgs,
     engine_args: EngineArgs,
@@ -133,7 +115,8 @@ async def start_fleet(
     key = read_fleet_key(args.key)
     own = None
     if args.has_engine:
-        check_free(args.listen)
+        host, _, port = args.listen.rpartition(":")
+        check_free(host, int(port), "--fleet-listen")
         start = partial(start_process, report_s=REPORT_S)
         engine = await start_supervised(engine_args, start, watchdog_s)
         try:

@@ -41,6 +41,8 @@ class Placed:
     """Where it answers HTTP."""
     state: State
     restarts: int = 0
+    why: str = ""
+    """Why it has ended, and where its log is, if the launcher knows that."""
 
 
 class Launcher(Protocol):

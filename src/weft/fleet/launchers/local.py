@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,8 @@ READY_S = 2.0
 MAX_FAILED = 3
 """While no node has been ready yet, one that ends so often is not started again."""
 LAST_LINES = 5
+LAST_BYTES = 1 << 16
+"""How much of the end of a node's log is read to find its last lines."""
 ERROR = "weft: error: "
 """Begins the last line of a command that says itself why it could not go on."""
 
@@ -43,18 +44,6 @@ def is_ready(url: str) -> bool | None:
         return False
     except (OSError, HTTPException):
         return None
-
-
-def check_port(port: int) -> None:
-    """Raises ConfigError if another program has the port: what it answers would be taken for the
-    node's."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((HOST, port))
-        except OSError as error:
-            message = f"can't listen on {HOST}:{port}: {error.strerror}"
-            raise ConfigError(message, "port") from error
 
 
 @dataclass(slots=True)
@@ -138,21 +127,37 @@ class LocalLauncher:
         so, or it has ended several times, and no node has been ready yet."""
         if self._some_was_ready:
             return
-        with self._log(name).open("rb") as log:
-            log.seek(node.log_start)
-            lines = log.read().decode(errors="replace").split("\n")
-        last = [line.strip() for line in lines if line.strip()][-LAST_LINES:]
+        last = self._last_lines(name, node)
         if last and last[-1].startswith(ERROR):
             raise ConfigError(f"{name}: {last[-1].removeprefix(ERROR)}")
         if node.restarts + 1 >= MAX_FAILED:
             message = f"{name} has ended {MAX_FAILED} times before it was ready; the end of"
             raise ConfigError(f"{message} {self._log(name)}: {' | '.join(last)}")
 
+    def _last_lines(self, name: str, node: _Running) -> list[str]:
+        """The last lines that the process of a node has written to its log."""
+        with self._log(name).open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(node.log_start, size - LAST_BYTES))
+            lines = log.read().decode(errors="replace").split("\n")
+        return [line.strip() for line in lines if line.strip()][-LAST_LINES:]
+
+    def _why_ended(self, name: str, node: _Running) -> str:
+        """The signal that ended a node, or else the last line of its log; and where that is."""
+        number, last = -(node.process.poll() or 0), self._last_lines(name, node)
+        if number > 0:
+            why = f"by signal {number} ({signal.strsignal(number)})"
+        else:
+            why = last[-1].removeprefix(ERROR) if last else "it said nothing"
+        return f"{why}; see {self._log(name)}"
+
     def list(self) -> list[Placed]:
-        return [
-            Placed(name, self._url(node.port), self._state(node), node.restarts)
-            for name, node in self._running.items()
-        ]
+        found = []
+        for name, node in self._running.items():
+            state = self._state(node)
+            why = self._why_ended(name, node) if state == "ended" else ""
+            found.append(Placed(name, self._url(node.port), state, node.restarts, why))
+        return found
 
     def _state(self, node: _Running) -> State:
         if node.process.poll() is not None:
