@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from functools import wraps
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from inspect import Signature, signature
@@ -390,6 +391,21 @@ async def test_a_drained_node_is_empty_at_once_and_takes_nothing(fleet: LossyFle
 
 
 @in_fleet
+async def test_a_node_that_was_lost_is_listed_until_it_is_back(fleet: LossyFleet) -> None:
+    name = next(iter(fleet.client.nodes))
+
+    def down() -> dict[str, object]:
+        found = fleet.client.describe()
+        return {str(each["node"]): each["since"] for each in found if each["state"] == "down"}
+
+    fleet.lose(name, "cut", killed=True)
+    assert down().keys() == fleet.client.measure().lost_at.keys() == {name}
+    assert datetime.now(UTC) - datetime.fromisoformat(str(down()[name])) < timedelta(minutes=1)
+    await fleet.join(next(each for each in fleet.engines if each.name == name))
+    assert not down()
+
+
+@in_fleet
 async def test_only_losses_are_counted_against_a_request(fleet: LossyFleet) -> None:
     """However often it was moved, it goes on when its node is lost."""
     reader = begun(fleet, asked(300))
@@ -637,7 +653,7 @@ async def test_one_process_decides_and_the_next_one_begins_with_what_nodes_were_
     fleet.lose(first.name, "the engine died", killed=True)
     await settle(fleet, 10)
     assert fleet.client.figures.wanted_replicas is not None
-    assert second.idle and states(fleet) == {"idle": 1, "up": 1}
+    assert second.idle and states(fleet) == {"idle": 1, "up": 1, "down": 1}
     await controller.close()
 
 

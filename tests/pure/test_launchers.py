@@ -546,7 +546,7 @@ def test_addresses_and_names_in_brackets_are_shown_as_they_are(
     console.print(summary(info, registry, url, True, url, "file:///[x]", start_in_words(1.0, None)))
     name = url.removeprefix("http://")
     console.print(nodes_table([Placed(name, url, "up")], {}))
-    silent = Mock(urls=[name], silent=[name])
+    silent = Mock(urls=[name], silent={name: Unreachable("why")}, since={name: 0.0})
     console.print(top._servers(silent, Mock(), 100))
     shown = capsys.readouterr().out
     for text in ("/models/[/old]", "1: [red]", f"{url}/v1", f"{url}/metrics", "file:///[x]"):

@@ -103,10 +103,12 @@ def test_an_engine_that_does_not_answer() -> None:
 
 
 def test_a_fleet_and_what_autoscalers_read_of_it() -> None:
-    figures = FleetFigures({"up": 2, "idle": 1}, moves=3, losses=1, wanted_replicas=4)
+    lost_at = {"n2": 1.8e9}
+    figures = FleetFigures({"up": 2, "idle": 1}, lost_at, moves=3, losses=1, wanted_replicas=4)
     text = Metrics("base").render(INFO, None, {}, fleet=figures).decode()
     assert 'weft:fleet_nodes{state="idle"} 1.0' in text and "weft:fleet_moves_total 3.0" in text
     assert "\nweft:wanted_replicas 4.0\n" in text
+    assert 'weft:fleet_node_lost_timestamp_seconds{node="n2"} 1800000000.0' in text
     silent = Metrics("base").render(INFO, None, {}, fleet=FleetFigures()).decode()
     assert "weft:wanted_replicas" not in silent
     scaled = (ROOT / "deploy/kubernetes/weft-keda.yaml").read_text()

@@ -62,4 +62,5 @@ def _state_of(report: dict[str, Any], node: Placed | None) -> str:
     machine, and the state of one that nobody has heard of."""
     if node is not None and (not report or node.state == "unplaced"):
         return node.state
-    return str(report.get("state", "unknown"))
+    since = f" since {report['since']}" if "since" in report else ""
+    return f"{report.get('state', 'unknown')}{since}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 
 from rich import box
@@ -45,10 +46,15 @@ def render_several(watch: Watched, max_rows: int, notice: str) -> RenderableType
             f"  {num_up} of {len(watch.urls)} servers up",
         )
     ]
-    whys = [notice] if notice else [error.message for error in watch.silent.values()]
+    whys = [notice] if notice else [_why_silent(watch, name) for name in watch.silent]
     parts += [Text(why, style="bold red", no_wrap=True, overflow="ellipsis") for why in whys]
     parts += [_OfWidth(partial(_servers, watch, view)), panels(view), adapter_lines(view), Text()]
     return Group(*parts, adapter_table(view, max_rows - len(whys)))
+
+
+def _why_silent(watch: Watched, name: str) -> str:
+    since = datetime.fromtimestamp(watch.since[name]).astimezone()
+    return f"{since:%H:%M:%S}: {watch.silent[name].message}"
 
 
 def _servers(watch: Watched, view: View, width: int) -> Table:

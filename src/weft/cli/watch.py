@@ -34,6 +34,8 @@ class Watched:
         self.urls = urls
         self.silent: dict[str, Unreachable] = {}
         """Why a server did not answer the last time, by its name."""
+        self.since: dict[str, float] = {}
+        """When such a server was first asked in vain, in seconds since 1970."""
         self._key = key
         self._read: deque[dict[str, Scrape]] = deque()
         """What each server that answered said, the oldest first. None is empty."""
@@ -44,6 +46,7 @@ class Watched:
             answers = dict(zip(self.urls, pool.map(self._ask, self.urls.values()), strict=True))
         found = {name: each for name, each in answers.items() if isinstance(each, Scrape)}
         self.silent = {n: each for n, each in answers.items() if isinstance(each, Unreachable)}
+        self.since = {name: self.since.get(name, time.time()) for name in self.silent}
         if found:
             self._read.append(found)
             while len(self._read) > 2 and _time_s(self._read[1]) <= _time_s(found) - WINDOW_S:

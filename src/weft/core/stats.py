@@ -115,6 +115,9 @@ class FleetFigures:
 
     nodes: dict[str, int] = field(default_factory=dict)
     """How many there are, by state."""
+    lost_at: dict[str, float] = field(default_factory=dict)
+    """When nodes were lost that were not drained before and are not back, by name, in seconds since
+    1970."""
     moves: int = 0
     """Requests of this process that left a node that still served them."""
     losses: int = 0

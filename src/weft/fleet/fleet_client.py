@@ -46,7 +46,7 @@ from weft.fleet.live import (
     Live,
     ResumeTurn,
     add_to_output,
-    described,
+    all_described,
     holders_of,
     kind_of,
     passed_on,
@@ -122,6 +122,7 @@ class FleetClient:
             logger.error(message, node.name, its, ours)
             return
         self.nodes[node.name] = node
+        self.figures.lost_at.pop(node.name, None)
         if self._tenants is not None:
             self._spawn(self._tell_tenants(node, self._tenants))
         self._spawn(self.adapters.spread([node]))
@@ -143,16 +144,19 @@ class FleetClient:
         elif live := to_relieve(node, self.nodes, reversed(self._live.values())):
             self._spawn(self._move([live], "short of memory"))
 
-    def lost(self, node: Node) -> None:
-        """A node is gone. Its requests learn of it by themselves."""
+    def lost(self, node: Node, is_missed: bool = True) -> None:
+        """A node is gone, and its requests know it. `is_missed`: nobody had it drained before."""
         if self.nodes.get(node.name) is node:
             del self.nodes[node.name]
+            if is_missed:
+                self.figures.lost_at[node.name] = time.time()
             self.router.view.set_dead(node.name)
             asyncio.get_running_loop().call_later(FORGET_S, self._forget, node.name)
 
     def _forget(self, name: str) -> None:
         if name not in self.nodes and self.router.view.told.find(name) is not None:
             self.router.view.leave(name)
+            self.figures.lost_at.pop(name, None)
 
     async def until_joined(self) -> None:
         """Wait until some node is there."""
@@ -359,7 +363,7 @@ class FleetClient:
     def describe(self) -> list[dict[str, object]]:
         """The state and the last report of each node, as this process knows them."""
         live = Counter(live.node.name for live in self._live.values() if live.node)
-        return [described(node, node is self.own, live[node.name]) for node in self.nodes.values()]
+        return all_described(self.nodes.values(), self.own, live, self.figures.lost_at)
 
     def pins(self) -> list[dict[str, object]]:
         """See `PlacedAdapters.describe_pins`."""

@@ -77,6 +77,8 @@ class Session:
     address: bytes
     """The socket's identity of the link."""
     client: str
+    who: str
+    """What the log calls the client."""
     received: ReceivedRequests = field(default_factory=ReceivedRequests)
     requests: set[str] = field(default_factory=set)
     events: list[TokenEvent] = field(default_factory=list)
@@ -203,7 +205,8 @@ class NodeListener:
     def _take(self, address: bytes, message: bytes) -> None:
         record = DOWN.decode(message)
         if isinstance(record, Hello):
-            session = self._sessions[address] = Session(address, record.client)
+            session = Session(address, record.client, record.who or "another node")
+            self._sessions[address] = session
             self._welcome(session)
             return
         if isinstance(record, GetPiece):
@@ -350,7 +353,8 @@ class NodeListener:
                 for session in list(self._sessions.values()):
                     session.silent += 1
                     if session.silent > MAX_SILENT:
-                        logger.warning("another node is silent; its requests are ended here")
+                        message = "%s has said nothing for %.0f s; its requests are ended here"
+                        logger.warning(message, session.who, MAX_SILENT * REPORT_S)
                         self._drop(session)
                 self._release_left_behind()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from weft.core.adapters import AdapterInfo
@@ -215,6 +216,19 @@ def described(node: Node, own: bool, num_live: int) -> dict[str, object]:
         },
         "costs": asdict(load.costs),
     }
+
+
+def all_described(
+    nodes: Iterable[Node], own: Node | None, num_live: Counter[str], lost_at: Mapping[str, float]
+) -> list[dict[str, object]]:
+    """What is known of each node, and of those that were lost (`FleetFigures.lost_at`). `num_live`:
+    how many requests from here each has."""
+    found = [described(node, node is own, num_live[node.name]) for node in nodes]
+    for name, at in lost_at.items():
+        since = datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+        gone = {"node": name, "own": False, "requests_from_here": 0, "state": "down"}
+        found.append({**gone, "since": since.replace("+00:00", "Z")})
+    return found
 
 
 def routed_request(

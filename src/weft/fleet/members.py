@@ -71,6 +71,8 @@ class Members:
         has no engine."""
         self._key = key
         self._name = name
+        alone = f"the server without an engine on {socket.gethostname()}"
+        self._who = f"node {name}" if name else alone
         self._fleet = fleet
         self._context = zmq.asyncio.Context()
         self._own: set[str] = set()
@@ -153,7 +155,9 @@ class Members:
         client = LinkClient()
         patience = self._patience.setdefault(address, Patience())
         patience.heard()
-        link = TcpLink(self._context, address, self._key, self._fleet.process, client, patience)
+        link = TcpLink(
+            self._context, address, self._key, self._fleet.process, client, patience, self._who
+        )
         self._links.add(link)
         try:
             await client.start(link)
@@ -180,14 +184,16 @@ class Members:
         logger.info("node %s at %s has joined", node.name, address)
         unlisted = f"node {node.name} is not in the list any more"
         error: WeftError = EngineDead(unlisted, killed=True)
+        is_missed = False
         try:
             self._fleet.join(node, update_between(None, link.report) if link.report else None)
             link.on_report = lambda update: self._fleet.reported(node, update)
             error = await client.ended()
+            is_missed = link.report is not None and not link.report.draining
         finally:
             del self._named[link.node]
             if not self._closing:
                 logger.warning("node %s is lost: %s", node.name, error.message)
             client.died(error)
-            self._fleet.lost(node)
+            self._fleet.lost(node, is_missed)
         return True

@@ -65,8 +65,10 @@ class TcpLink:
         me: str,
         client: LinkClient,
         patience: Patience,
+        who: str = "",
     ) -> None:
-        """`patience`: what is known of the other node's pauses."""
+        """`patience`: what is known of the other node's pauses. `who`: what the other node's log is
+        to call this process."""
         self.address = address
         self.node = ""
         """The other node's name and (below) its process, once it has answered."""
@@ -93,7 +95,7 @@ class TcpLink:
             asyncio.create_task(self._receive()),
             asyncio.create_task(self._watch_connection()),
         ]
-        self._put(Hello(me))
+        self._put(Hello(me, who))
 
     @property
     def report(self) -> NodeReport | None:

@@ -49,6 +49,8 @@ class Hello:
 
     client: str
     """The id of that process, the same on all of its links."""
+    who: str = ""
+    """What logs call it; "" from a version of Weft that does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,6 +281,9 @@ class Metrics:
 def _add_fleet(out: Exposition, fleet: FleetFigures) -> None:
     nodes = [(labels(state=state), count) for state, count in sorted(fleet.nodes.items())]
     out.gauge("weft:fleet_nodes", "Nodes of the fleet as this one knows them, by state.", nodes)
+    lost = [(labels(node=node), at) for node, at in sorted(fleet.lost_at.items())]
+    text = "When nodes were lost that are not back, in seconds since 1970."
+    out.gauge("weft:fleet_node_lost_timestamp_seconds", text, lost)
     text = "Requests of this server that left a node which still served them."
     out.counter("weft:fleet_moves", text, [("", fleet.moves)])
     text = "Requests of this server that lost their node and went on elsewhere."

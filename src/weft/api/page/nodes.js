@@ -22,7 +22,7 @@ export async function refreshNodes() {
 
 function textsOf(node) {
   const name = node.own ? `${node.node} (this one)` : node.node;
-  if (node.state === "down") return [name, node.state, "", "", "", ""];
+  if (node.state === "down") return [name, node.state, node.since ? `since ${node.since}` : "", "", "", ""];
   const { device, host } = node.adapters;
   return [name, node.state, `${node.running} of ${node.seats}`, `${node.waiting}`,
     `${Math.round(100 * node.kv_usage)} %`, `${device} on the device, ${host} on the host`];
