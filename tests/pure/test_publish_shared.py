@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,34 @@ def test_a_registry_is_read_without_room_or_rights(
     assert "publish v1" in run("history", "acme/sql", *to)
     assert "0 contents" in run("registry", "gc", *to)
     run("tenants", "list", *to)
+
+
+def test_a_full_disk_has_room_enough_to_be_cleaned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is as much room as the file `spare` gives back."""
+    to, spare, link = ("--registry", tmp_path), tmp_path / "spare", Path.hardlink_to
+    clean = ("registry", "gc", "--delete", *to)
+    weft.publish(tmp_path, "a", written(tmp_path / "a", FILES))
+    with SharedRegistry(DirectoryStore(tmp_path)) as shared:
+        shared.change(Remove("a"))
+
+    def link_if_free(path: Path, target: Path) -> None:
+        if spare.exists() or not has_spare:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        link(path, target)
+
+    has_spare = spare.stat().st_size > 0
+    monkeypatch.setattr(Path, "hardlink_to", link_if_free)
+    monkeypatch.setattr(sweep, "KEEP_S", -10.0)
+    full = f"the registry {tmp_path} is full: No space left on device"
+    assert full in run("push", tmp_path / "a", "b", *to, status=1)
+    assert run(*clean).count("  marked\n") == 1
+    monkeypatch.setattr(sweep, "GRACE_S", -10.0)
+    assert run(*clean).count("  removed") == 1
+    assert spare.exists() and not list(DirectoryStore(tmp_path).list(BLOBS))
+    has_spare = False
+    assert re.search(f"{full}; .*: free 1 MB on that disk", run(*clean, status=1))
 
 
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ def gc(
         "sweep": ("would be removed", "removed"),
         "rescued": ("being published again", "being published again"),
     }
-    with opened(registry, writes=delete) as shared:
+    with opened(registry, writes=delete, cleans=delete) as shared:
 
         def names() -> list[Name]:
             shared.poll()

@@ -7,7 +7,7 @@ import getpass
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -171,21 +171,26 @@ def list_tenants(registry: Registry) -> None:
 
 
 @contextmanager
-def opened(uri: str, *, make: bool = False, writes: bool = True) -> Iterator[SharedRegistry]:
+def opened(
+    uri: str, *, make: bool = False, writes: bool = True, cleans: bool = False
+) -> Iterator[SharedRegistry]:
     """A context with the registry of a URI; what goes wrong in it ends the command in one line. A
     folder that is not there is made only where that is asked for. To be read, it needs neither room
-    nor the right to write."""
+    nor the right to write; to be cleaned, it need not have room for more."""
     from weft.registry.shared import SharedRegistry
-    from weft.registry.stores import is_new_folder, open_store
+    from weft.registry.stores import is_new_folder, open_store, spare_room
 
     with ending_in_one_line():
         new = is_new_folder(uri)
         if new and not make:
             raise ConfigError(f"--registry {uri}: there is no such folder", "registry")
         with interrupts_at_once():
-            shared = SharedRegistry(open_store(uri), writes=writes)
-        with closing(shared):
-            yield shared
+            store = open_store(uri)
+        with spare_room(store) if cleans else nullcontext():
+            with interrupts_at_once():
+                shared = SharedRegistry(store, writes=writes)
+            with closing(shared):
+                yield shared
         if new:
             say_new(uri)
 

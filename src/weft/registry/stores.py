@@ -6,6 +6,7 @@ written under a key never changes; it can only be deleted.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -20,6 +21,9 @@ from weft.core.errors import ConfigError, RegistryUnavailable
 
 _STALE_S: Final = 24 * 3600.0
 """An unfinished file of this age was abandoned."""
+_SPARE_BYTES: Final = (1 << 20, 1 << 18, 1 << 16)
+"""How large the file `spare` is: the first of these for which there is room."""
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Store(Protocol):
@@ -108,7 +112,9 @@ class DirectoryStore:
             message = f"the registry can't be in {root}: there is no folder {parent}"
             raise ConfigError(message, "registry")
         try:
-            self._aside.mkdir(parents=True, exist_ok=True)
+            if not self._aside.is_dir():
+                self._aside.mkdir(parents=True, exist_ok=True)
+                self.keep_spare()
             for unfinished in self._aside.iterdir():
                 with suppress(OSError):  # gone meanwhile, or only to be read
                     if unfinished.stat().st_mtime < time.time() - _STALE_S:
@@ -165,6 +171,28 @@ class DirectoryStore:
     def folder(self, prefix: str) -> Path | None:
         return self._path(prefix.removesuffix("/"))
 
+    def keep_spare(self) -> None:
+        """Take some room with a file that nobody needs, unless it is there; see `spare_room`."""
+        for num_bytes in _SPARE_BYTES:
+            try:
+                with self._spare.open("xb") as file:
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except FileExistsError:
+                return
+            except OSError:  # no room for so much, or no right to write
+                self.drop_spare()
+            else:
+                return
+
+    def drop_spare(self) -> None:
+        """Give that room back."""
+        with suppress(OSError):
+            self._spare.unlink()
+
+    @property
+    def _spare(self) -> Path:
+        return self._root / "spare"
+
     def _path(self, key: str) -> Path:
         if {"", ".", ".."} & set(key.split("/")):
             raise ValueError(f"not a key: {key!r}")
@@ -214,7 +242,8 @@ class DirectoryStore:
         try:
             yield
         except OSError as error:
-            message = f"the registry {self.uri} does not answer: {self._why(error)}"
+            how = "is full" if error.errno in _FULL else "does not answer"
+            message = f"the registry {self.uri} {how}: {self._why(error)}"
             raise RegistryUnavailable(message) from error
 
     def _why(self, error: OSError) -> str:
@@ -223,6 +252,27 @@ class DirectoryStore:
         if not file or Path(file) == self._aside:  # the folder as a whole is meant
             return why
         return f"{Path(file).relative_to(self._root)}: {why}"
+
+
+@contextmanager
+def spare_room(store: Store) -> Iterator[None]:
+    """A context in which a folder on a full disk has a little room, to remove from it what nobody
+    needs: a file of the folder is deleted, and made again at the end. Raises RegistryUnavailable
+    that says what to do if the room is not enough."""
+    if not isinstance(store, DirectoryStore):
+        yield
+        return
+    store.drop_spare()
+    try:
+        yield
+    except RegistryUnavailable as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _FULL:
+            raise
+        message = "each content takes a mark of up to 4 KB before it can be removed"
+        remedy = "free 1 MB on that disk, or more for hundreds of contents, and try again"
+        raise RegistryUnavailable(f"{error.message}; {message}: {remedy}", "registry") from error
+    finally:
+        store.keep_spare()
 
 
 def _others(error: OSError) -> None:

@@ -150,7 +150,8 @@ class Collector:
         for key in self._store.list(DOOMED):
             if found := _DOOM.fullmatch(key):
                 dooms[found[1]].append(key.removesuffix(".at"))
-        for digest in sorted(blobs.keys() | dooms.keys()):
+        # What is doomed comes first: to remove it frees the room that more dooms take.
+        for digest in sorted(blobs.keys() | dooms.keys(), key=lambda d: (d not in dooms, d)):
             if until is not None and self._clock() > until:
                 return
             if digest in needed:
