@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import io
 import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,23 @@ class TestProbe:
         """Servers would take what they know for the newest state, and unknown names for missing."""
         with pytest.raises(RegistryUnavailable, match="there is no such bucket"):
             open_store("s3://nobody-has-made-it/x").get("log/1")
+
+    def test_a_bucket_that_never_answers_is_named_and_asked_once(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        buckets = pytest.importorskip("weft.registry.buckets")
+        monkeypatch.setattr(buckets, "_ANSWER_S", timedelta(milliseconds=300))
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+            monkeypatch.setenv(name, "x")
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            monkeypatch.setenv("AWS_ENDPOINT", f"http://{address}")
+            store = open_store("s3://bucket/x")
+            monkeypatch.setattr(store, "delete", None)
+            told = f"s3://bucket/x does not answer: .* PUT http://{address}/bucket/.* in 3"
+            with pytest.raises(RegistryUnavailable, match=told):
+                probe(store)
 
 
 class TestDirectory:

@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
@@ -17,8 +18,20 @@ from weft.core.errors import ConfigError, RegistryUnavailable
 
 _PART_BYTES: Final = 16 << 20
 """What one request of a large file carries."""
+_SMALL_BYTES: Final = 64 << 10
 _MAX_PARTS_ABOUT: Final = 4
 _RETRYING_S: Final = timedelta(seconds=10)
+_ANSWER_S: Final = timedelta(seconds=15)
+"""How long a bucket may say nothing, before its answer or within it. It is longer than all retries,
+so that a request is not repeated after it."""
+_CLIENT_OPTIONS: Final = (
+    *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type"),
+    *("http1_only", "http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_only"),
+    *("http2_keep_alive_while_idle", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_url"),
+    *("proxy_ca_certificate", "proxy_excludes", "root_certificate", "randomize_addresses"),
+    *("read_timeout", "timeout", "user_agent"),
+)
+"""Those of obstore's `ClientConfig` that a variable may have."""
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound")
 _KINDS: Final[dict[str, type[S3Store] | type[GCSStore] | type[AzureStore]]] = {
     "s3": S3Store,
@@ -39,9 +52,13 @@ class BucketStore:
             known = ", ".join(f"{scheme}://" for scheme in _KINDS)
             raise ConfigError(f"{uri}: a registry is a folder, or begins with {known}", "registry")
         try:
-            self._bucket: ObjectStore = kind.from_url(
-                uri, retry_config={"max_retries": 5, "retry_timeout": _RETRYING_S}
+            open_bucket = partial(
+                kind.from_url, uri, retry_config={"max_retries": 5, "retry_timeout": _RETRYING_S}
             )
+            options: Any = {"read_timeout": _ANSWER_S, **_client_options(uri)}
+            self._bucket: ObjectStore = open_bucket(client_options=options)
+            self._patient: ObjectStore = open_bucket()
+            """For large bodies: no answer can come while one is sent over a slow line."""
         except (BaseError, ValueError) as error:
             raise ConfigError(f"{uri}: {_said(error)}", "registry") from error
 
@@ -51,7 +68,8 @@ class BucketStore:
     def put(self, key: str, content: bytes) -> bool:
         with self._answering():
             try:
-                obstore.put(self._bucket, key, content, mode="create")
+                bucket = self._bucket if len(content) <= _SMALL_BYTES else self._patient
+                obstore.put(bucket, key, content, mode="create")
             except (AlreadyExistsError, PreconditionError):
                 return False
             return True
@@ -67,7 +85,7 @@ class BucketStore:
                 obstore.head(self._bucket, key)
             except FileNotFoundError:
                 obstore.put(
-                    self._bucket,
+                    self._patient,
                     key,
                     file,
                     chunk_size=_PART_BYTES,
@@ -123,6 +141,14 @@ class BucketStore:
         except (BaseError, OSError) as error:
             message = f"the registry {self.uri} does not answer: {_said(error)}"
             raise RegistryUnavailable(message) from error
+
+
+def _client_options(uri: str) -> dict[str, str]:
+    """What the environment says of connections. Obstore takes it from there only if it is given no
+    option of this kind."""
+    prefix = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}[uri.partition("://")[0]]
+    given = {name: os.environ.get(prefix + name.upper()) for name in _CLIENT_OPTIONS}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _said(error: Exception) -> str:
