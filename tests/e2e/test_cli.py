@@ -358,6 +358,15 @@ def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
         (("--api-key", ""), "--api-key must be"),
         (("--max-body-size", "0"), "--max-body-size must be at least 1"),
         (("--port=0", "--metrics-port=0", "--metrics-host=a b"), "--metrics-host a b: "),
+        (("--port=9", "--metrics-port=9"), "--metrics-port has the same port as --port: 9"),
+        (
+            ("--port=9", "--metrics-port=9", "--metrics-host=0.0.0.0"),
+            "--metrics-port has the same port as --port: 9",
+        ),
+        (
+            ("--port=9", "--fleet=x:1", "--fleet-key=k", "--fleet-listen=0.0.0.0:9"),
+            "--fleet-listen has the same port as --port: 9",
+        ),
         (("--metrics-host", "0.0.0.0"), "--metrics-host needs --metrics-port too"),
         (("--registry-boot", "eager"), "--registry-boot needs --registry too"),
         (("--fleet-listen", "127.0.0.1:7071"), "--fleet-listen needs --fleet too"),

@@ -219,6 +219,18 @@ def test_nodes_that_never_get_ready_are_given_up(
     assert len(started) == starts
 
 
+@pytest.mark.parametrize("flags", [["--fleet-key=k"], ["--node-name", "n"], ["--no-engine"]])
+def test_flags_that_a_cluster_gives_its_nodes_are_refused(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    done = CliRunner().invoke(app, ["cluster", "up", "base", *flags])
+    name = flags[0].partition("=")[0]
+    refused = f"weft: error: {name} can't be given to the nodes of a cluster\n"
+    assert (done.exit_code, done.stderr) == (1, refused)
+    assert not list(tmp_path.iterdir())
+
+
 def test_ports_of_nodes_are_for_all_users() -> None:
     ports = [fleet_port_of(port) for port in range(1024, 65536)]
     assert fleet_port_of(8000) == 7070
@@ -301,10 +313,16 @@ def test_a_cluster_whose_terminal_is_closed_hands_its_requests_over(
 
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(
-    ("code", "why"), [(1, "the disk is full"), (-9, "by signal 9 (Killed)")], ids=["error", "kill"]
+    ("code", "line", "why"),
+    [
+        (1, f"{ERROR}the disk is full", "the disk is full"),
+        (0, '{"level": "info", "message": "stopped"}', "stopped"),
+        (-9, "INFO ready", "by signal 9 (Killed)"),
+    ],
+    ids=["error", "json", "kill"],
 )
 def test_a_node_that_ends_is_shown_with_the_reason_and_its_log(
-    code: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, line: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     log = tmp_path / "weft/clusters/default/node-1.log"
@@ -313,7 +331,7 @@ def test_a_node_that_ends_is_shown_with_the_reason_and_its_log(
     def end(_: float) -> None:
         if started[1].code is not None:
             raise KeyboardInterrupt
-        log.write_text(f"INFO ready\n{ERROR}the disk is full\n\n")
+        log.write_text(f"INFO ready\n{line}\n\n")
         started[1].code = code
 
     monkeypatch.setattr(local_module, "is_ready", lambda url: True)

@@ -18,6 +18,7 @@ from weft.core.config import KvEventsArgs
 from weft.core.errors import ConfigError
 from weft.core.folders import at_home
 from weft.core.interrupts import interrupts_at_once
+from weft.core.ports import check_different
 from weft.registry import AdapterRoots, Sources
 from weft.registry.allowed import Allowed
 from weft.registry.contents import MAX_ADAPTER_BYTES
@@ -206,6 +207,16 @@ class ServeFlags:
             if needed is not None and given and getattr(self, needed) is None:
                 flag, missing = (f"--{name.replace('_', '-')}" for name in (field.name, needed))
                 raise ConfigError(f"{flag} needs {missing} too", needed)
+
+    def check_ports(self) -> None:
+        """Raise ConfigError for flags that want the same port."""
+        places = {} if self.no_api else {"--port": (self.host, self.port)}
+        if self.metrics_port is not None:
+            places["--metrics-port"] = (self.metrics_host, self.metrics_port)
+        host, _, port = self.fleet_listen.rpartition(":")
+        if self.fleet is not None and not self.no_engine and port.isdecimal():
+            places["--fleet-listen"] = (host, int(port))
+        check_different(places)
 
     def kv_events(self) -> KvEventsArgs | None:
         """Where to publish which prefixes are cached. Raises ConfigError."""

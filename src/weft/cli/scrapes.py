@@ -19,8 +19,11 @@ from weft.core.errors import InvalidRequest, Unreachable
 from weft.terminal.plain import plain
 
 TIMEOUT_S = 5.0
-_HINTS = dict.fromkeys((401, 403), "; does it need a key (--api-key)?")
-_HINTS[404] = "; its metrics may be on another port (--metrics-port)"
+_HINTS = {
+    401: "; does it need a key (--api-key)?",
+    403: "; metrics need an admin's key (--api-key)",
+    404: "; its metrics may be on another port (--metrics-port)",
+}
 _MODEL_SERIES = "vllm:e2e_request_latency_seconds_count"
 """A metric whose series name the base model."""
 

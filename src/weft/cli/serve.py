@@ -87,6 +87,7 @@ def run(engine: EngineArgs, flags: ServeFlags, begun_s: float) -> None:
     Raises WeftError when that can't start."""
     leave_out_torch()  # the engine's process has it
     flags.check_needed()
+    flags.check_ports()
     configure_logging(flags.log_level, flags.log_format == "json")
     engine = replace(engine, kv_events=flags.kv_events())
     api = _api_settings(engine, flags)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
+from itertools import combinations
 
 from weft.core.errors import ConfigError
 
@@ -21,6 +23,15 @@ def check_free(host: str, port: int, flag: str) -> None:
             tried.bind(address)
     except OSError as error:
         raise port_refused(host, port, flag, error) from error
+
+
+def check_different(places: Mapping[str, tuple[str, int]]) -> None:
+    """Raises ConfigError if two flags have the same port. `places`: the host and port of each flag
+    in use; port 0 is any free one. Both could be bound, but only one could listen."""
+    for (one, (host, port)), (other, (beside, again)) in combinations(places.items(), 2):
+        if port and port == again and (host == beside or {host, beside} & {"0.0.0.0", "::", "*"}):
+            message = f"{other} has the same port as {one}: {port}"
+            raise ConfigError(message, other.removeprefix("--").replace("-", "_"))
 
 
 def port_refused(host: str, port: int, flag: str, error: OSError) -> ConfigError:

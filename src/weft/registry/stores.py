@@ -24,6 +24,11 @@ _STALE_S: Final = 24 * 3600.0
 _SPARE_BYTES: Final = (1 << 20, 1 << 18, 1 << 16)
 """How large the file `spare` is: the first of these for which there is room."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_READ_ONLY: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
+_REFUSALS: Final = dict.fromkeys(_FULL, "is full") | dict.fromkeys(
+    _READ_ONLY, "can't be read or written"
+)
+"""What to say of a folder that answers, but refuses something, by the error's number."""
 
 
 class Store(Protocol):
@@ -242,7 +247,7 @@ class DirectoryStore:
         try:
             yield
         except OSError as error:
-            how = "is full" if error.errno in _FULL else "does not answer"
+            how = _REFUSALS.get(error.errno or 0, "does not answer")
             message = f"the registry {self.uri} {how}: {self._why(error)}"
             raise RegistryUnavailable(message) from error
 

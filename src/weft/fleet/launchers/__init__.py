@@ -23,6 +23,9 @@ BELOW_HTTP = 930
 
 ON_RAY: Final = {"on": "ray"}
 """The content of the file that describes a cluster, if it is on Ray."""
+OWN_FLAGS = ("--fleet", "--fleet-key", "--fleet-listen", "--node-name", "--no-api", "--no-engine")
+"""The flags of `weft serve` that a launcher gives each node, and those with which no node would
+ever become ready."""
 NODE = "node-"
 """A node's name is this and the node's number, from 0 on."""
 
@@ -72,6 +75,11 @@ class ClusterArgs:
     """The GPUs that a node takes of Ray's, all on one machine."""
     flags: tuple[str, ...] = ()
     """Further flags of `weft serve`."""
+
+    def __post_init__(self) -> None:
+        for flag in (each.partition("=")[0] for each in self.flags):
+            if flag in OWN_FLAGS:
+                raise ConfigError(f"{flag} can't be given to the nodes of a cluster", "flags")
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> ClusterArgs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
@@ -67,6 +69,13 @@ def _end(node: _Running) -> None:
 
 def _pause_s(node: _Running) -> float:
     return min(2.0 ** min(node.restarts, 10), MAX_PAUSE_S)  # a large power would overflow
+
+
+def _message(line: str) -> str:
+    """What a line of a log says, which may be one of `--log-format json`."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(line)["message"])
+    return line.removeprefix(ERROR)
 
 
 class LocalLauncher:
@@ -148,7 +157,7 @@ class LocalLauncher:
         if number > 0:
             why = f"by signal {number} ({signal.strsignal(number)})"
         else:
-            why = last[-1].removeprefix(ERROR) if last else "it said nothing"
+            why = _message(last[-1]) if last else "it said nothing"
         return f"{why}; see {self._log(name)}"
 
     def list(self) -> list[Placed]:
