@@ -107,7 +107,11 @@ def test_text(capsys: Capture) -> None:
 def test_json(capsys: Capture) -> None:
     configure_logging("warning", json=True)
     logger.info("not this")
-    logger.warning("two\nlines %s", 7, extra={"adapter": "a\u2028b", "path": object, "gone": None})
+    logger.warning(
+        "two\nlines %s",
+        7,
+        extra={"adapter": "a\u2028b", "path": object, "gone": None, "color_message": "x"},
+    )
     [line] = objects(capsys)
     at = datetime.fromisoformat(line.pop("time"))
     assert at.tzinfo is not None and abs((datetime.now(UTC) - at).total_seconds()) < 60

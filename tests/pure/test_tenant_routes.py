@@ -149,6 +149,16 @@ async def test_a_name_means_ones_own_then_a_shared_adapter(served: Served, web: 
     assert await text_of(web, "acme-app", model="base") == ""
 
 
+async def test_a_tenants_paths_begin_in_its_own_folders(served: Served, web: Web) -> None:
+    path = served.world.adapter("sql", "S")
+    for given, told in (
+        ("sql", "no such folder below your tenant's folders, where relative paths begin"),
+        (path, "is outside the folders that you may load from (your tenant's folders)"),
+    ):
+        answer = await load(web, "acme-all", "a", given)
+        assert told in answer.json()["error"]["message"]
+
+
 def asks(model: str) -> list[tuple[str, str, Any]]:
     """A request for `model` to every route that names one."""
     return [

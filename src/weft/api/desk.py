@@ -188,7 +188,7 @@ class AdapterDesk:
         if self._tenants is None or access.caller.may("admin"):
             return self._all
         roots = self._tenants.directory.lora_roots(access.caller.tenant)
-        return self._all.within(AdapterRoots(roots))
+        return self._all.within(AdapterRoots(roots, "your tenant's folders"))
 
 
 async def _closing(stack: ExitStack, work: Coroutine[Any, Any, T]) -> T:

@@ -27,8 +27,11 @@ request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 choose it: it is not unique."""
 
 _requests = logging.getLogger("weft.request")
-_OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-"""The attributes of every LogRecord; all others are `extra` fields."""
+_OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {
+    *("message", "asctime", "taskName"),
+    "color_message",  # uvicorn's, for terminals
+}
+"""The attributes of every LogRecord, and what is of no use; all others are `extra` fields."""
 
 
 @dataclass(slots=True)

@@ -36,8 +36,10 @@ class AdapterRoots:
     """The folders below which adapters lie; nothing outside them is ever opened. They are first
     accessed when an adapter is opened, as their disk may not answer."""
 
-    def __init__(self, roots: Sequence[Path]) -> None:
+    def __init__(self, roots: Sequence[Path], called: str = "--lora-root") -> None:
+        """`called`: what messages call the folders."""
         self._given = tuple(roots)
+        self._called = called
 
     @cached_property
     def _roots(self) -> Roots:
@@ -61,12 +63,14 @@ class AdapterRoots:
             except OSError as error:
                 refused = refused or error.errno == EXDEV
         if refused:
-            raise _refused(path, "is outside the folders that you may load from (--lora-root)")
+            message = f"is outside the folders that you may load from ({self._called})"
+            raise _refused(path, message)
         raise AdapterNotFound(self.missing(path), "lora_path")
 
     def missing(self, path: str) -> str:
         """The error message for a path that names no folder."""
-        where = "" if path.startswith("/") else " below --lora-root, where relative paths begin"
+        below = f" below {self._called}, where relative paths begin"
+        where = "" if path.startswith("/") else below
         return f"lora_path {path[:200]!r}: no such folder{where}"
 
     def contain(self, path: str) -> bool:
