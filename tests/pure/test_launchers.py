@@ -317,9 +317,10 @@ def test_a_cluster_whose_terminal_is_closed_hands_its_requests_over(
     [
         (1, f"{ERROR}the disk is full", "the disk is full"),
         (0, '{"level": "info", "message": "stopped"}', "stopped"),
+        (0, "2026-11-28 04:48:48,763 INFO weft.cli.serve: stopped", "stopped"),
         (-9, "INFO ready", "by signal 9 (Killed)"),
     ],
-    ids=["error", "json", "kill"],
+    ids=["error", "json", "text", "kill"],
 )
 def test_a_node_that_ends_is_shown_with_the_reason_and_its_log(
     code: int, line: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

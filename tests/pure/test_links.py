@@ -470,6 +470,7 @@ async def test_no_request_is_to_blame_for_nodes_that_are_taken_off_the_list(
     """As when pods are replaced while it runs. A process that ends itself loses no node by that."""
     monkeypatch.setattr("weft.fleet.members.READ_S", 0.01)
     monkeypatch.setattr("weft.fleet.members.RETRY_S", 0.01)
+    caplog.set_level("INFO")
     path, nobody = tmp_path / "nodes", "127.0.0.1:1\n"
     path.write_text(nobody)
 
@@ -501,7 +502,8 @@ async def test_no_request_is_to_blame_for_nodes_that_are_taken_off_the_list(
                 path.write_text(nobody)
                 await until(lambda: not fleet.nodes)
     await fleet.close()
-    assert caplog.text.count("node a is lost") == 2
+    assert caplog.text.count("node a has left: node a is not in the list any more") == 2
+    assert "is lost" not in caplog.text and not fleet.measure().lost_at
 
 
 async def test_nodes_meet_over_ipv6(tmp_path: Path) -> None:

@@ -192,8 +192,10 @@ class Members:
             is_missed = link.report is not None and not link.report.draining
         finally:
             del self._named[link.node]
-            if not self._closing:
+            if not self._closing and is_missed:
                 logger.warning("node %s is lost: %s", node.name, error.message)
+            elif not self._closing:
+                logger.info("node %s has left: %s", node.name, error.message)
             client.died(error)
             self._fleet.lost(node, is_missed)
         return True

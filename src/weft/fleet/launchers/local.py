@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,10 +73,10 @@ def _pause_s(node: _Running) -> float:
 
 
 def _message(line: str) -> str:
-    """What a line of a log says, which may be one of `--log-format json`."""
+    """What a line of a log says, in either of the formats of `--log-format`."""
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(line)["message"])
-    return line.removeprefix(ERROR)
+    return re.sub(r"^[0-9-]+ [0-9:,]+ [A-Z]+ [\w.]+: ", "", line.removeprefix(ERROR))
 
 
 class LocalLauncher:
