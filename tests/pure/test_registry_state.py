@@ -150,11 +150,11 @@ class TestNames:
             (Release("t/a", Route((Share(1, float("inf")),))), "invalid: a route's weights"),
             (Release("t/a", Route((Share(2, 1.0),))), "not_found: 't/a' has no version v2"),
             (Release("t/a", Route((Share(1, 1.0),), shadow=9)), "not_found: 't/a' has no version"),
-            (Release("other", Route()), "not_found: The registry has no adapter 'other'"),
+            (Release("other", Route()), "not_found: the registry has no adapter 'other'"),
             (Publish("t/a", B, expect=0), "conflict: 't/a' is at generation 1, not at 0"),
             (SetTenant("t", "{"), "invalid: the tenant's settings are not JSON"),
             (SetTenant("t", '{"caps": {"max_adapters": "x"}}'), "invalid: the tenant's settings"),
-            (RemoveTenant("t"), "not_found: The registry has no tenant 't'"),
+            (RemoveTenant("t"), "not_found: the registry has no tenant 't'"),
         ],
     )
     def test_refusals_say_why_and_change_nothing(

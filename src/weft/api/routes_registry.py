@@ -83,7 +83,7 @@ def registry_routes(service: Service, desk: AdapterDesk) -> APIRouter:
         whole = service.access.to_retire(name)
         entry = service.follower.names.entry(whole)
         if entry is None:
-            raise AdapterNotFound(f"The registry has no adapter {name!r}", "name")
+            raise AdapterNotFound(f"the registry has no adapter {name!r}", "name")
         return _answer(whole, entry)
 
     @router.post(

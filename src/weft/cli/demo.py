@@ -13,7 +13,6 @@ import contextlib
 import importlib.util
 import json
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -42,6 +41,7 @@ from weft.cli.demo_results import (
 )
 from weft.core.errors import ConfigError
 from weft.core.folders import at_home
+from weft.core.ports import check_free
 
 WORDS_EACH = 8
 """Requests for each adapter and for the base."""
@@ -57,7 +57,9 @@ SEED = 2026
 def run_demo(folder: Path | None, port: int, hybrid: bool = False) -> bool:
     """Run it, on the base with linear attention if `hybrid`; whether every answer was right. Raises
     ConfigError when it can't be run."""
-    examples, port = _find_examples(folder, hybrid), _free_port(port)
+    examples = _find_examples(folder, hybrid)
+    # What another program answers there would be taken for the demo's server.
+    port = check_free("127.0.0.1", port, "--port")
     console = Console()
     models = [BASE, *examples.adapters]
     console.print(
@@ -145,16 +147,6 @@ def _serve_args(examples: Examples, port: int) -> list[str]:
         "--lora-modules",
         *(f"{name}={examples.adapter(name)}" for name in examples.adapters[:-1]),
     ]
-
-
-def _free_port(wanted: int) -> int:
-    """The port itself, or any for 0. Raises ConfigError if somebody listens there, who would be
-    taken for the demo's server."""
-    try:
-        with socket.create_server(("127.0.0.1", wanted)) as probe:
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise ConfigError(f"--port {wanted}: {error.strerror}", "port") from error
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Any) -> float:

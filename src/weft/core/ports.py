@@ -9,18 +9,20 @@ from itertools import combinations
 from weft.core.errors import ConfigError
 
 
-def check_free(host: str, port: int, flag: str) -> None:
-    """Raises ConfigError if this port is taken, or the host is no address of this machine. A host
-    that names a network interface is not checked. `flag`: which one has the port."""
+def check_free(host: str, port: int, flag: str) -> int:
+    """The port itself; for 0, one that is free. Raises ConfigError if it is taken, or the host is
+    no address of this machine. A host that names a network interface is not checked. `flag`: which
+    one has the port."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return
+        return port
     family, kind, protocol, _, address = found[0]
     try:
         with socket.socket(family, kind, protocol) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind(address)
+            return int(tried.getsockname()[1])
     except OSError as error:
         raise port_refused(host, port, flag, error) from error
 

@@ -303,7 +303,7 @@ def _expected(state: State, name: str, expect: int | None) -> Name:
 def _there(state: State, name: str, expect: int | None) -> Name:
     found = _expected(state, name, expect)
     if not _exists(found):
-        _refuse("not_found", f"The registry has no adapter {name!r}")
+        _refuse("not_found", f"the registry has no adapter {name!r}")
     return found
 
 
@@ -351,7 +351,7 @@ def _set_tenant(state: State, change: SetTenant) -> tuple[State, Done]:
 def _remove_tenant(state: State, change: RemoveTenant) -> tuple[State, Done]:
     generation = _tenant_generation(state, change.name, change.expect) + 1
     if change.name not in state.tenants:
-        _refuse("not_found", f"The registry has no tenant {change.name!r}")
+        _refuse("not_found", f"the registry has no tenant {change.name!r}")
     state = replace(
         state,
         tenants=state.tenants.lacking(change.name),

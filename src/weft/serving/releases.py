@@ -143,7 +143,7 @@ class Releases:
         """The registry's entry for a name. Raises AdapterNotFound."""
         entry = self._follower.names.entry(name)
         if entry is None:
-            raise AdapterNotFound(f"The registry has no adapter {name!r}", "name")
+            raise AdapterNotFound(f"the registry has no adapter {name!r}", "name")
         return entry
 
     async def wait(self, name: str, wait: Wait) -> None:
