@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import TOLERANCE, assert_same_as_oracle, random_batch
+from attention_cases import TOLERANCE, assert_same_as_oracle, random_batch, random_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.core.errors import ConfigError
 from weft.kernels.activations import ClampedSwiglu, activate_and_mul, reference_activate_and_mul
-from weft.kernels.attention import sdpa
+from weft.kernels.attention import reference_attend, sdpa, write_kv
 from weft.kernels.attention.by_row import attend_by_row
 from weft.kernels.attention.sdpa import torch_attend
 from weft.kernels.ops import (
@@ -39,6 +39,7 @@ SPECIAL = st.sampled_from([{}, {"has_sinks": True}, {"cap": 0.6}])
     heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (8, 1)]),
     block_size=st.sampled_from([1, 4, 16]),
     window=st.sampled_from([None, 1, 3, 16, 64]),
+    chunked=st.booleans(),
     special=SPECIAL,
     seed=st.integers(0, 1000),
 )
@@ -47,10 +48,12 @@ def test_mixed_batches_match_the_oracle(
     heads: tuple[int, int],
     block_size: int,
     window: int | None,
+    chunked: bool,
     special: dict[str, Any],
     seed: int,
 ) -> None:
     batch = random_batch(lens, block_size, seed)
+    special = {**special, "chunked": chunked}
     assert_same_as_oracle(torch_attend, batch, heads, block_size, window, seed, **special)
 
 
@@ -59,6 +62,7 @@ def test_mixed_batches_match_the_oracle(
     past=st.lists(st.integers(0, 60), min_size=1, max_size=12),
     heads=st.sampled_from([(4, 4), (4, 2), (8, 1)]),
     window=st.sampled_from([None, 1, 5, 100]),
+    chunked=st.booleans(),
     special=SPECIAL,
     seed=st.integers(0, 1000),
 )
@@ -66,10 +70,12 @@ def test_decode_batches_match_the_oracle(
     past: list[int],
     heads: tuple[int, int],
     window: int | None,
+    chunked: bool,
     special: dict[str, Any],
     seed: int,
 ) -> None:
     batch = random_batch([(1, p) for p in past], 4, seed)
+    special = {**special, "chunked": chunked}
     assert_same_as_oracle(torch_attend, batch, heads, 4, window, seed, **special)
 
 
@@ -81,7 +87,7 @@ def test_half_precision(dtype: torch.dtype, window: int | None) -> None:
         assert_same_as_oracle(torch_attend, batch, (4, 2), 4, window, 0, dtype, cap=cap)
 
 
-@pytest.mark.parametrize("special", [{}, {"has_sinks": True}, {"cap": 0.6}])
+@pytest.mark.parametrize("special", [{}, {"has_sinks": True}, {"cap": 0.6}, {"chunked": True}])
 def test_rows_one_by_one(special: dict[str, Any]) -> None:
     batch = random_batch([(1, 20), (9, 0), (1, 0), (5, 13)], 4, 0)
     assert_same_as_oracle(attend_by_row, batch, (4, 2), 4, 6, 0, **special)
@@ -105,6 +111,15 @@ def test_layers_with_and_without_a_window_share_a_batch() -> None:
     for window in (None, 4, None):
         assert_same_as_oracle(torch_attend, batch, (4, 2), 4, window, 2)
     assert len(batch.prepared) == 2
+
+
+def test_a_chunked_window_begins_at_a_multiple_of_its_size() -> None:
+    batch = random_batch([(9, 0)], 4, 0)
+    q, k, v, cache = random_inputs(batch, (1, 1), 4, 0, torch.float32)
+    write_kv(k, v, cache, batch)
+    for row in (0, 4, 8):  # which see themselves alone
+        got = reference_attend(q, cache, batch, scale=0.3, window=4, chunked=True)[row]
+        torch.testing.assert_close(got, v[row])
 
 
 def test_unknown_ops_are_refused_by_name() -> None:

@@ -101,10 +101,17 @@ def test_rows_of_triton_products_do_not_see_the_others(shape: tuple[int, int]) -
 
 
 @INTERPRETED
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.exhaustive), 50])
-def test_rows_of_triton_attention_do_not_see_the_others(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "chunked"),
+    [
+        pytest.param(None, False, marks=pytest.mark.exhaustive),
+        (50, False),
+        pytest.param(50, True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_rows_of_triton_attention_do_not_see_the_others(window: int | None, chunked: bool) -> None:
     from deterministic_cases import assert_rows_of_attention_are_alone
 
     heads, cuts = (4, 2, 16), [[40, 100]]
     device, dtype = torch.device("cpu"), torch.float32
-    assert_rows_of_attention_are_alone(device, dtype, heads, window, 150, cuts)
+    assert_rows_of_attention_are_alone(device, dtype, heads, window, 150, cuts, chunked)

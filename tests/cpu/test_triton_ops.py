@@ -55,6 +55,7 @@ def with_parts(num_processors: int) -> kernels.TritonOps:
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (7, 1)]),
     block_size=st.sampled_from([4, 16]),
     window=st.sampled_from([None, 1, 3, 64]),
+    chunked=st.booleans(),
     num_processors=st.sampled_from([1, 8]),
     has_sinks=st.booleans(),
     cap=st.sampled_from([None, 0.6]),
@@ -65,6 +66,7 @@ def test_mixed_batches_match_the_oracle(
     heads: tuple[int, int],
     block_size: int,
     window: int | None,
+    chunked: bool,
     num_processors: int,
     has_sinks: bool,
     cap: float | None,
@@ -72,29 +74,40 @@ def test_mixed_batches_match_the_oracle(
 ) -> None:
     batch = random_batch(lens, block_size, seed)
     attend, more = with_parts(num_processors).attend, {"has_sinks": has_sinks, "cap": cap}
+    more["chunked"] = chunked
     assert_same_as_oracle(attend, batch, heads, block_size, window, seed, **more)
 
 
 @pytest.mark.parametrize(
-    ("num_processors", "window"), [(1, None), (2, 100), (8, 5), (8, 100), (64, None), (64, 5)]
+    ("num_processors", "window", "chunked"),
+    [
+        *((1, None, False), (2, 100, False), (8, 5, False), (8, 100, False), (64, None, False)),
+        *((64, 5, False), (1, 64, True), (64, 150, True)),
+    ],
 )
-def test_decodes_in_parts_match_the_oracle(num_processors: int, window: int | None) -> None:
+def test_decodes_in_parts_match_the_oracle(
+    num_processors: int, window: int | None, chunked: bool
+) -> None:
     batch = random_batch([(1, past) for past in (0, 200, 63, 64)], 16, 1)
     attend, more = with_parts(num_processors).attend, {"has_sinks": num_processors > 8}
-    more["cap"] = 0.6 if window == 100 else None
+    more |= {"cap": 0.6 if window == 100 else None, "chunked": chunked}
     assert_same_as_oracle(attend, batch, (4, 2), 16, window, 1, **more)
 
 
 @pytest.mark.parametrize(
-    ("window", "num_processors"), [(None, 1), (3, 1), (100, 1), (None, 64), (100, 64)]
+    ("window", "num_processors", "chunked"),
+    [
+        *((None, 1, False), (3, 1, False), (100, 1, False), (None, 64, False), (100, 64, False)),
+        *((100, 1, True), (100, 64, True)),
+    ],
 )
 def test_chunks_after_long_contexts_match_the_oracle(
-    window: int | None, num_processors: int
+    window: int | None, num_processors: int, chunked: bool
 ) -> None:
     """With many processors, contexts are cut into parts."""
     batch = random_batch([(40, 150), (1, 130), (70, 64), (5, 63)], 16, 2)
     attend, more = with_parts(num_processors).attend, {"has_sinks": num_processors > 1}
-    more["cap"] = 0.6 if window != 100 else None
+    more |= {"cap": 0.6 if window != 100 else None, "chunked": chunked}
     assert_same_as_oracle(attend, batch, (4, 2), 16, window, 2, **more)
 
 

@@ -36,13 +36,13 @@ def test_rows_of_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (200, False), (200, True)])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 64), (16, 1, 80)], ids=str)
 def test_rows_of_attention(
-    heads: tuple[int, int, int], window: int | None, dtype: torch.dtype
+    heads: tuple[int, int, int], window: int | None, chunked: bool, dtype: torch.dtype
 ) -> None:
     cuts = [[1, 300], [64, 128, 200, 201], [511]]
-    assert_rows_of_attention_are_alone(CUDA, dtype, heads, window, 700, cuts)
+    assert_rows_of_attention_are_alone(CUDA, dtype, heads, window, 700, cuts, chunked)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -100,7 +100,9 @@ def test_triton_against_the_reference(dtype: torch.dtype, rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ATTENTION_TOLERANCE, ids=str)
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(
+    ("window", "chunked"), [(None, False), (50, False), (50, True), (1000, True)]
+)
 @pytest.mark.parametrize("cap", [None, 0.6])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
@@ -113,6 +115,7 @@ def test_attention_against_the_reference(
     has_sinks: bool,
     cap: float | None,
     window: int | None,
+    chunked: bool,
     dtype: torch.dtype,
 ) -> None:
     batch = random_batch(lens, 16, 0)
@@ -126,7 +129,7 @@ def test_attention_against_the_reference(
     )
     q = q.cuda()
     sinks = random_sinks(8, dtype).cuda() if has_sinks else None
-    more = {"window": window, "sinks_H": sinks, "cap": cap}
+    more = {"window": window, "chunked": chunked, "sinks_H": sinks, "cap": cap}
     want = reference_attend(q, cache, batch, scale=0.3, **more)
     got = make_ops("triton", q.device).attend(q, cache, batch, scale=0.3, **more)
     tolerance = ATTENTION_TOLERANCE[dtype]

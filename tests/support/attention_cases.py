@@ -59,13 +59,15 @@ def assert_same_as_oracle(
     window: int | None,
     seed: int,
     dtype: torch.dtype = torch.float32,
+    chunked: bool = False,
     has_sinks: bool = False,
     cap: float | None = None,
 ) -> None:
     q, k, v, cache = random_inputs(batch, heads, block_size, seed, dtype)
     write_kv(k, v, cache, batch)
     sinks = random_sinks(heads[0], dtype) if has_sinks else None
-    more = {"scale": 0.3, "window": window, "sinks_H": sinks, "cap": cap}
+    windows = {"window": window, "chunked": chunked}
+    more = {"scale": 0.3, **windows, "sinks_H": sinks, "cap": cap}
     expected = reference_attend(q, cache, batch, **more)
     for _ in range(2):  # two layers share what is prepared
         got = attend(q, cache, batch, **more)

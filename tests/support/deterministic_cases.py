@@ -45,6 +45,7 @@ def assert_rows_of_attention_are_alone(
     window: int | None,
     length: int,
     cuts: list[list[int]],
+    chunked: bool = False,
 ) -> None:
     """A sequence's rows have the same bits when they are computed at once and in chunks that end
     where `cuts` say, beside others, and its last ones as decodes. `heads`: H, K, D."""
@@ -63,7 +64,8 @@ def assert_rows_of_attention_are_alone(
         tables = [own, *((other, third) if beside else ())]
         batch = _on(device, make_batch(lens, contexts, tables, block_size))
         q = torch.cat((q_THD[begin:end], *((q_THD[length:],) if beside else ())))
-        return attend(q, cache, batch, scale=0.3, window=window)[: end - begin]
+        out = attend(q, cache, batch, scale=0.3, window=window, chunked=chunked)
+        return out[: end - begin]
 
     whole = rows(0, length, False)
     for cut in cuts:

@@ -21,6 +21,7 @@ from weft.core.numbers import next_power_of_2
 
 Ints = NDArray[np.int32]
 T = TypeVar("T")
+Positions = TypeVar("Positions", int, Tensor, NDArray[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +150,22 @@ class Attend(Protocol):
         *,
         scale: float,
         window: int | None,
+        chunked: bool = False,
         sinks_H: Tensor | None = None,
         cap: float | None = None,
     ) -> Tensor:
         """Returns (T, H, D) in q's dtype, where D is the head_dim of values. Row t, at position p
-        of its sequence, attends to the positions in (p - window, p], or to all up to p when
+        of its sequence, attends to the positions from `first_seen` to p, or to all up to p when
         `window` is None. Query head h reads key head h // (H / K). `sinks_H`: a score for each head
         that takes part in its softmax but has no value, so that weights may sum to less than 1.
         `cap`: see `capped`; not together with sinks."""
+
+
+def first_seen(position: Positions, window: int, chunked: bool) -> Positions:
+    """The first position that a row at `position` attends to, which is negative where the window
+    begins before the sequence. A window holds the row's own position and those before it. If it is
+    `chunked`, it begins at a multiple of its size."""
+    return position // window * window if chunked else position - window + 1
 
 
 def capped(score: Tensor, cap: float | None) -> Tensor:
@@ -177,6 +186,7 @@ def reference_attend(
     *,
     scale: float,
     window: int | None,
+    chunked: bool = False,
     sinks_H: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
@@ -193,10 +203,10 @@ def reference_attend(
         score_HQL = torch.einsum("qhd,lhd->hql", q_THD[start:stop].float(), k) * scale
         score_HQL = capped(score_HQL, cap)
         p = torch.arange(length, device=q_THD.device)
-        distance_QL = p[length - (stop - start) :, None] - p
-        seen_QL = distance_QL >= 0
+        position_Q1 = p[length - (stop - start) :, None]
+        seen_QL = p <= position_Q1
         if window is not None:
-            seen_QL &= distance_QL < window
+            seen_QL &= p >= first_seen(position_Q1, window, chunked)
         score_HQL = score_HQL.masked_fill(~seen_QL, -torch.inf)
         if sinks_H is not None:
             sink_HQ1 = sinks_H.float()[:, None, None].expand(-1, stop - start, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels.attention import AttentionBatch, KVCache, capped
+from weft.kernels.attention import AttentionBatch, KVCache, capped, first_seen
 
 
 def attend_by_row(
@@ -19,6 +19,7 @@ def attend_by_row(
     *,
     scale: float,
     window: int | None,
+    chunked: bool = False,
     sinks_H: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
@@ -32,7 +33,8 @@ def attend_by_row(
         k_KND, v_KND = (t[blocks].flatten(0, 1).transpose(0, 1) for t in (cache.k, cache.v))
         for row in range(start, stop):
             end = length - (stop - 1 - row)
-            seen = slice(0 if window is None else max(end - window, 0), end)
+            first = 0 if window is None else max(first_seen(end - 1, window, chunked), 0)
+            seen = slice(first, end)
             k_KLD, v_KLD = (
                 t[:, seen].float().clone(memory_format=torch.contiguous_format)
                 for t in (k_KND, v_KND)

@@ -44,6 +44,7 @@ def _round(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     CAP: tl.constexpr,
 ):
     """`accumulate` over context tokens n in the given blocks; without MASKED, every row sees
@@ -61,7 +62,9 @@ def _round(
         seen = (n < last)[None, :]
         if CAUSAL:
             seen = seen & (n[None, :] <= position[:, None])
-        if WINDOW:
+        if WINDOW and CHUNKED:
+            seen = seen & (n[None, :] >= (position // window * window)[:, None])
+        elif WINDOW:
             seen = seen & (n[None, :] > position[:, None] - window)
         score = tl.where(seen, score, -1e30)
     most_now = tl.maximum(most, tl.max(score, 1))
@@ -109,17 +112,19 @@ def accumulate(
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     ALIKE: tl.constexpr,
     CAP: tl.constexpr,
 ):
     """Online softmax of rows q (M, D) over context tokens [first, last): (acc, sum, maximum). It
     takes powers of 2: `scale` has LOG2E in it.
 
-    CAUSAL: row m sees up to position[m]; WINDOW: and only after position[m] - window. CAP: that of
-    an `Attend`, with LOG2E in it; 0: none. Rounds that every row sees all of go without masks
-    (`first` is then a multiple of a round), but if all rounds are to be ALIKE: with a mask, the
-    compiler rounds otherwise. Blocks are looked up one round ahead, as the compiler overlaps fewer
-    rounds of loads whose addresses are loaded in the same round.
+    CAUSAL: row m sees up to position[m]; WINDOW: and only after position[m] - window, or with
+    CHUNKED from the last multiple of `window` on. CAP: that of an `Attend`, with LOG2E in it; 0:
+    none. Rounds that every row sees all of go without masks (`first` is then a multiple of a
+    round), but if all rounds are to be ALIKE: with a mask, the compiler rounds otherwise. Blocks
+    are looked up one round ahead, as the compiler overlaps fewer rounds of loads whose addresses
+    are loaded in the same round.
     """
     i = tl.arange(0, BLOCK_N)
     most = tl.full((BLOCK_M,), -1e30, tl.float32)
@@ -154,6 +159,7 @@ def accumulate(
                 False,
                 False,
                 False,
+                False,
                 CAP,
             )
     for start in range(masked, last, BLOCK_N):
@@ -180,6 +186,7 @@ def accumulate(
             True,
             CAUSAL,
             WINDOW,
+            CHUNKED,
             CAP,
         )
     return acc, total, most

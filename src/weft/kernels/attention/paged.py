@@ -75,6 +75,7 @@ class PagedAttention:
         *,
         scale: float,
         window: int | None,
+        chunked: bool = False,
         sinks_H: Tensor | None = None,
         cap: float | None = None,
     ) -> Tensor:
@@ -95,6 +96,7 @@ class PagedAttention:
             "BLOCK_D": max(16, next_power_of_2(D)),
             "BLOCK_SIZE": cache.block_size,
             "WINDOW": window is not None,
+            "CHUNKED": chunked and window is not None,
             "SINKS": sinks_H is not None,
             "CAP": 0.0 if cap is None else cap * LOG2E,
         }
@@ -131,7 +133,7 @@ class PagedAttention:
         block_m = rows_at_once(self._shared_bytes, rows, row_bytes, q_THD.dtype)
         rounds = CHUNKS.within(self._shared_bytes, block_m, row_bytes)
         num_parts, acc, sums = 1, out_THD, out_THD
-        if not (self._deterministic or constants["WINDOW"]):
+        if not self._deterministic and constants["WINDOW"] == constants["CHUNKED"]:
             # Tiles of a step are fewer than `num_tiles`, most of which are empty in short steps.
             wanted = self._cut(K * -(-T // (rows // G)), PROGRAMS)
             few, many = CHUNK_PARTS

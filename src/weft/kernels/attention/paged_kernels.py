@@ -97,6 +97,7 @@ def decode_rows(
     LEAST: tl.constexpr,
     PAIRS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SINKS: tl.constexpr,
     CAP: tl.constexpr,
     PDL: tl.constexpr,
@@ -130,7 +131,9 @@ def decode_rows(
     length = tl.load(lens_ptr + seq)
     table_at = table_ptr + seq.to(tl.int64) * table_stride
     begin = 0
-    if WINDOW:
+    if WINDOW and CHUNKED:
+        begin = tl.maximum(length - 1, 0) // window * window
+    elif WINDOW:
         begin = tl.maximum(length - window, 0)
     each = length - begin
     if PARTS > 1:
@@ -165,6 +168,7 @@ def decode_rows(
         BLOCK_G,
         BLOCK_N,
         BLOCK_SIZE,
+        False,
         False,
         False,
         False,
@@ -276,6 +280,7 @@ def prefill_tiles(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SINKS: tl.constexpr,
     CAP: tl.constexpr,
     ALIKE: tl.constexpr,
@@ -324,7 +329,10 @@ def prefill_tiles(
     first = 0
     if WINDOW:
         each: tl.constexpr = BLOCK_N if ALIKE else BLOCK_SIZE
-        first = tl.maximum(position - window + 1, 0) // each * each
+        if CHUNKED:
+            first = tl.maximum(position, 0) // window * window // each * each
+        else:
+            first = tl.maximum(position - window + 1, 0) // each * each
     last = position + count
     if PARTS > 1:
         share = (last - first + PARTS * BLOCK_N - 1) // (PARTS * BLOCK_N) * BLOCK_N
@@ -351,6 +359,7 @@ def prefill_tiles(
         BLOCK_SIZE,
         True,
         WINDOW,
+        CHUNKED,
         ALIKE,
         CAP,
     )

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.kernels.attention import AttentionBatch, KVCache, capped
+from weft.kernels.attention import AttentionBatch, KVCache, capped, first_seen
 
 Array = NDArray[Any]
 
@@ -28,6 +28,7 @@ def torch_attend(
     *,
     scale: float,
     window: int | None,
+    chunked: bool = False,
     sinks_H: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
@@ -40,7 +41,7 @@ def torch_attend(
     assert sinks_H is None or cap is None
     by_head = q_THD.is_cpu and sinks_H is None
     heads = (q_THD.shape[1], cache.k.shape[2]) if by_head else None
-    facts = (cache.block_size, window, heads, q_THD.dtype)
+    facts = (cache.block_size, window, chunked, heads, q_THD.dtype)
     plan = batch.once(("torch", *facts), partial(_make_plan, batch, *facts))
     outs = [
         _attend_by_head(q_THD, cache, bucket, scale, cap)
@@ -180,6 +181,7 @@ def _make_plan(
     batch: AttentionBatch,
     block_size: int,
     window: int | None,
+    chunked: bool,
     heads: tuple[int, int] | None,
     dtype: torch.dtype,
 ) -> _Plan:
@@ -187,8 +189,10 @@ def _make_plan(
     queries = [b - a for a, b in pairwise(start)]
     contexts = batch.seq_lens
     if window is not None:
-        contexts = [min(n, q + window - 1) for n, q in zip(contexts, queries, strict=True)]
-    make = partial(_make_bucket, batch, queries, contexts, block_size, window, heads, dtype)
+        firsts = (first_seen(n - q, window, chunked) for n, q in zip(contexts, queries, strict=True))
+        contexts = [n - max(first, 0) for n, first in zip(contexts, firsts, strict=True)]
+    facts = (block_size, window, chunked, heads, dtype)
+    make = partial(_make_bucket, batch, queries, contexts, *facts)
     groups = _group(queries, contexts)
     if len(groups) == 1 and start[-1] == len(queries):
         return _Plan([make(None)], None)
@@ -240,6 +244,7 @@ def _make_bucket(
     contexts: list[int],
     block_size: int,
     window: int | None,
+    chunked: bool,
     heads: tuple[int, int] | None,
     dtype: torch.dtype,
     seqs: list[int] | None,
@@ -259,10 +264,11 @@ def _make_bucket(
         rows_X = (start_P1 + query_PQ).ravel()
         first_P1 = lens_P1 - num_P1
         position_PQ = first_P1 + query_PQ
-    context_PL, slots_PL = _context(table_PB, lens_P1, first_P1, length, block_size, window)
+    begin_P1 = None if window is None else first_seen(first_P1, window, chunked).clip(min=0)
+    context_PL, slots_PL = _context(table_PB, lens_P1, begin_P1, length, block_size)
     hidden_PQL = context_PL[:, None] > position_PQ[:, :, None]
     if window is not None:
-        hidden_PQL |= context_PL[:, None] <= position_PQ[:, :, None] - window
+        hidden_PQL |= context_PL[:, None] < first_seen(position_PQ, window, chunked)[:, :, None]
     mask_PQL = np.where(hidden_PQL, np.float32(-np.inf), np.float32(0))
     shape = (len(lens_P1), width, length)
     put = partial(_put, device=batch.block_table_SB.device)
@@ -289,19 +295,18 @@ def _put(array: Array, device: torch.device) -> Tensor:
 def _context(
     table_PB: Array,
     lens_P1: Array,
-    first_P1: Array,
+    begin_P1: Array | None,
     length: int,
     block_size: int,
-    window: int | None,
 ) -> tuple[Array, Array]:
     """Positions (P or 1, L) that a bucket gathers, counted on past a sequence's end, and their
-    slots, int32 (P, L). `first_P1` is the position of each sequence's first query."""
-    if window is None:
+    slots, int32 (P, L). `begin_P1` is the first position of each sequence that is seen; None: 0."""
+    if begin_P1 is None:
         table_PB = table_PB[:, : -(-length // block_size)]
     offsets = np.arange(block_size, dtype=np.int32)
     slots_PN = (table_PB[:, :, None] * block_size + offsets).reshape(len(table_PB), -1)
     positions_PL = np.arange(length)[None]
-    if window is None:
+    if begin_P1 is None:
         return positions_PL, np.where(positions_PL < lens_P1, slots_PN[:, :length], slots_PN[:, :1])
-    positions_PL = positions_PL + (first_P1 - window + 1).clip(min=0)
+    positions_PL = positions_PL + begin_P1
     return positions_PL, np.take_along_axis(slots_PN, np.minimum(positions_PL, lens_P1 - 1), 1)
