@@ -12,8 +12,10 @@ or those of all E experts of a layer in one tensor, as PEFT's `target_parameters
                 .lora_B.weight (out, r * E)  rank by rank: column k * E + e is column k of expert e
 
 where `mlp.experts` is down_proj, and `mlp.experts.base_layer` is gate_up_proj, which it is wrapped
-around; when only one of them is adapted, that one is `mlp.experts`. Mixtral's first form calls the
-MLP `block_sparse_moe`, and gate, up and down `w1`, `w3` and `w2`, as LFM2 does in `feed_forward`.
+around; when only one of them is adapted, that one is `mlp.experts`. In and out are exchanged there
+where PEFT takes a matrix that is stored as (E, in, out) for one of (E, out, in). Mixtral's first
+form calls the MLP `block_sparse_moe`, and gate, up and down `w1`, `w3` and `w2`, as LFM2 does
+in `feed_forward`.
 """
 
 from __future__ import annotations
@@ -161,6 +163,12 @@ class _Stacked:
     def array(self) -> Raw:
         return self.stack()
 
+    def turned(self) -> _Stacked:
+        """The transposed matrices."""
+        num, rows, columns = self.shape
+        shape, stack = (num, columns, rows), self.stack
+        return _Stacked(self.name, shape, self.parts, lambda: stack().transpose(0, 2, 1))
+
     def largest(self) -> np.float32:
         with np.errstate(all="ignore"):
             found = [part.largest() * np.float32(abs(scale)) for part, scale in self.parts]
@@ -285,14 +293,20 @@ class Gathered:
     def _put_parameter(self, module: _ExpertModule, parameter: str) -> None:
         target = self._target(module, parameter.rpartition(".")[2])
         num, rank = self._table.num_experts, self._config.rank_of(parameter)
-        a = module.matrix("lora_A", num * rank, target.in_features)
-        b = module.matrix("lora_B", target.out_features, rank * num)
+        is_turned = self._table.groups[target.group].packed.transposed
+        size_a, size_b = target.in_features, target.out_features
+        if is_turned:
+            size_a, size_b = size_b, size_a
+        a = module.matrix("lora_A", num * rank, size_a)
+        b = module.matrix("lora_B", size_b, rank * num)
 
-        shape_a, shape_b = (num, rank, target.in_features), (num, target.out_features, rank)
+        shape_a, shape_b = (num, rank, size_a), (num, size_b, rank)
         stacked_a = _Stacked(a.name, shape_a, [(a, 1.0)], lambda: a.array.reshape(shape_a))
         stacked_b = _Stacked(
             b.name, shape_b, [(b, 1.0)], lambda: b.array.reshape(-1, rank, num).transpose(2, 0, 1)
         )
+        if is_turned:
+            stacked_a, stacked_b = stacked_b.turned(), stacked_a.turned()
         scaling = self._config.scale_of(parameter, rank)
         self._put(target, [parameter], stacked_a, stacked_b, scaling)
 

@@ -70,6 +70,9 @@ class Packed:
     """Whether it projects latents to each head's key, and then its value, but is never applied to
     latents. Its part for keys is applied to queries, and its part for values to sums of latents:
     see `weft.models.latent_attention`."""
+    transposed: bool = False
+    """Whether PEFT takes the inputs of experts for their outputs, as their matrices are stored as
+    (experts, in, out): its A is then (E * r, out), and its B (in, r * E)."""
     degree: int = 1
     """How an activation that follows the projection depends on the last part of its output: if that
     part is multiplied by a positive factor f, the result is multiplied by f ** degree. 2 is for the
@@ -266,6 +269,7 @@ TEXT_PREFIXES: tuple[tuple[str, str | None], ...] = (
     ("model.language_model.", "model."),
     ("model.visual.", None),
     ("model.vision_tower.", None),
+    ("vision_model.", None),
     ("model.embed_vision.", None),
     ("model.audio_tower.", None),
     ("model.embed_audio.", None),

@@ -243,20 +243,24 @@ def _experts(moe: MoeConfig, hidden: int, i: int) -> list[Packed]:
         one, parts = pair[1:], (inner,)
     key, bias = f"{i}.experts_gate_up", moe.biased
     axes: tuple[Axis, Axis] = ("column", "row") if moe.expert_ranks == 1 else ("expert", "expert")
-    gate_up = Packed(key, "experts", hidden, parts, one, bias, axes[0])
+    turned = moe.transposed
+    gate_up = Packed(key, "experts", hidden, parts, one, bias, axes[0], transposed=turned)
     num, router = moe.num_experts, _named(name, moe.router)
     return [
         Packed(f"{i}.router", "linear", hidden, (num,), router, bias, float32=moe.exact_router),
         *([replace(gate_up, names=pair)] if len(parts) == 2 else []),
         gate_up,
-        Packed(f"{i}.experts_down", "experts", inner, (hidden,), down, bias, axes[1]),
+        Packed(
+            *(f"{i}.experts_down", "experts", inner, (hidden,), down, bias, axes[1]),
+            transposed=turned,
+        ),
         *(_shared_expert(moe, name, hidden, i) if moe.shared_size else ()),
     ]
 
 
 def _shared_expert(moe: MoeConfig, name: str, hidden: int, i: int) -> list[Packed]:
     """The expert that all tokens go through, and its gate if it has one."""
-    inner, own = moe.shared_size, "shared_expert" if moe.shared_gated else "shared_experts"
+    inner, own = moe.shared_size, "shared_expert" if moe.shared_gated else moe.shared_name
     gate_up = _named(f"{name}{own}.", *(("gate_proj",) if moe.gated else ()), "up_proj")
     down, parts = _named(f"{name}{own}.", "down_proj"), (inner,) * len(gate_up)
     gate = Packed(f"{i}.shared_gate", "linear", hidden, (1,), _named(name, "shared_expert_gate"))
@@ -282,7 +286,7 @@ def _norms(config: ModelConfig) -> list[tuple[str, int]]:
     for i in range(config.num_layers):
         layer = f"model.layers.{i}."
         found += [(layer + name, hidden) for name in config.norm_names]
-        if config.qk_norm is not None and config.has_attention(i):
+        if config.qk_norm not in (None, "unit") and config.has_attention(i):
             shape = config.layer(i)
             q_norm, k_norm = config.names.qk_norms
             head, heads = shape.head_dim, {q_norm: config.num_heads}

@@ -17,7 +17,15 @@ from weft.kernels.short_conv import ShortConvLayer
 from weft.models.blueprint import EXPERT_SCALES, XIELU, experts_of, sinks_of
 from weft.models.config import ModelConfig
 from weft.models.family import MoeConfig
-from weft.models.layers import HeadNorm, Linear, RotatedNorm, RowNorm, WidthNorm, with_offset
+from weft.models.layers import (
+    HeadNorm,
+    Linear,
+    RotatedNorm,
+    RowNorm,
+    UnitNorm,
+    WidthNorm,
+    with_offset,
+)
 from weft.models.linear_attention import GroupNorm, LinearAttention, ShortConv, columns_of
 from weft.models.moe import DenseMlp, Experts, SharedExpert, SparseMlp, check_width
 from weft.models.state_config import LinearConfig, ShortConvConfig
@@ -59,6 +67,7 @@ class LayerBuilder:
             shape.cache == layer,
             config.windows[layer],
             config.ropes[layer],
+            config.growths[layer : layer + 1],
             sinks_of(layer) in w.vectors,
         )
 
@@ -82,14 +91,19 @@ class LayerBuilder:
             for name, factor in zip(names, factors, strict=True)
         ]
 
-    def qk_norm(self, layer: int) -> HeadNorm | WidthNorm | RotatedNorm | None:
+    def qk_norm(self, layer: int) -> HeadNorm | WidthNorm | RotatedNorm | UnitNorm | None:
         """The norms over q and k, if the model has them."""
         config = self.config
         of = f"model.layers.{layer}.{config.names.attention}."
         if config.qk_norm is None:
             return None
+        shape = config.layer(layer)
+        if config.qk_norm == "unit":
+            size = config.num_heads + shape.num_kv_heads, shape.head_dim
+            is_rotated, device = config.ropes[layer] is not None, self.weights.embed.device
+            return UnitNorm(torch.ones(size, device=device)) if is_rotated else None
         q_norm, k_norm = config.names.qk_norms
-        q, shape = self.norm(of + q_norm), config.layer(layer)
+        q = self.norm(of + q_norm)
         q_HD = q.weight_I.expand(config.num_heads, -1)
         if shape.cache != layer:
             return HeadNorm(q_HD.contiguous(), config.num_heads, 0, q.index)

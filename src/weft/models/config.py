@@ -31,7 +31,7 @@ from weft.models.family import (
 )
 from weft.models.fields import check_activation, check_fields, check_numbers
 from weft.models.quantized.stated import read_quantization
-from weft.models.rope_config import RopeConfig, context_limit, read_rope, with_query_growth
+from weft.models.rope_config import QueryGrowth, RopeConfig, context_limit, read_rope
 from weft.models.state_config import LatentConfig, LinearConfig, ShortConvConfig
 from weft.models.stated import read_stated
 
@@ -64,6 +64,10 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     """The checkpoint's: "float32", "float16" or "bfloat16"."""
+    chunked: bool = False
+    """Whether windows begin at multiples of their size."""
+    growths: tuple[QueryGrowth | None, ...] = ()
+    """How queries grow with their position, per layer; (): in no layer."""
     moe: MoeConfig | None = None
     """None: all layers are dense."""
     linear: LinearConfig | ShortConvConfig | None = None
@@ -389,6 +393,8 @@ def _build(
         max_position_embeddings=min(context_limit(p, hf) for p in distinct),
         eos_token_ids=eos_token_ids,
         dtype=_dtype(raw),
+        chunked=family.chunked,
+        growths=family.growths(hf),
         moe=family.moe(hf),
         linear=family.linear(hf),
         latent=latent,
@@ -418,8 +424,7 @@ def _head_dim(hf: Any) -> int:
 
 def _rope(parameters: RopeParameters, hf: Any, family: Family) -> RopeConfig:
     interleaved = _flag(hf, family.interleaved_rope)
-    rope = read_rope(parameters, hf, family.partial_rotary, interleaved)
-    return with_query_growth(rope, parameters) if family.query_growth else rope
+    return read_rope(parameters, hf, family.partial_rotary, interleaved)
 
 
 def _flag(hf: Any, value: bool | str) -> bool:

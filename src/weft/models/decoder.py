@@ -67,10 +67,12 @@ class Decoder:
         self._norms = [*of_layers, parts.norm(config.names.last_norm)]
         """The norms of all layers, in the order of their use, and the last norm."""
         self._head = Head(weights.head, parts.group(HEAD), ranks, weights.deterministic)
-        ropes = [(rope, config.rope_dim(i)) for i, rope in enumerate(config.ropes)]
+        sizes, growths = map(config.rope_dim, layers), config.growths or (None,) * len(layers)
+        ropes = list(zip(config.ropes, sizes, growths, strict=True))
         distinct = list(dict.fromkeys(ropes))
         self.ropes = [
-            RopeTable(rope, size, max_model_len, self.dtype, self.device) for rope, size in distinct
+            RopeTable(rope, size, max_model_len, self.dtype, self.device, growth)
+            for rope, size, growth in distinct
         ]
         self._rope_of_layer = [distinct.index(rope) for rope in ropes]
         self._gemma4 = Gemma4Blocks(parts) if config.blocks == "gemma4" else None
@@ -293,7 +295,7 @@ class AttentionLayer:
         self._writes = self._shape.cache == index
         self._scale = self._shape.head_dim**-0.5 if scale is None else scale
         self.residual_scale = config.scales.residual
-        self._window = config.windows[index]
+        self._window, self._chunked = config.windows[index], config.chunked
         self._sinks_H = parts.weights.vectors.get(sinks_of(index))
         self._gated_heads = config.num_heads if config.output_gate else 0
 
@@ -314,13 +316,14 @@ class AttentionLayer:
         if isinstance(self._qk_norm, RotatedNorm):
             q_THD = self._qk_norm.weighted(q_THD, step)
         if rope.query_T11 is not None:
-            q_THD = q_THD * rope.query_T11
+            q_THD = (q_THD * rope.query_T11).to(q_THD.dtype)
         out_THD = ops.attend(
             q_THD,
             cache,
             batch,
             scale=self._scale,
             window=self._window,
+            chunked=self._chunked,
             sinks_H=self._sinks_H,
             cap=self._cap,
         )

@@ -30,14 +30,18 @@ from weft.models.latent_config import (
 )
 from weft.models.layer_types import (
     attention_types,
+    check_lengths_kept,
     linear_layers,
     no_windows,
     one_window_by_type,
     rope_by_type,
+    rope_or_none,
     windows_but_linear,
 )
 from weft.models.lfm2_config import LFM2, lfm2_mlp_width
+from weft.models.llama4_config import LLAMA4
 from weft.models.nemotron_h_config import NEMOTRON_H
+from weft.models.rope_config import stated_growth
 from weft.models.state_config import LinearConfig
 
 
@@ -51,14 +55,6 @@ def _one_window(hf: Any) -> tuple[int | None, ...]:
             "layer_types",
         )
     return (hf.sliding_window,) * int(hf.num_hidden_layers)
-
-
-def _rope_or_none(hf: Any) -> tuple[RopeParameters | None, ...]:
-    rotates = hf.no_rope_layers[: hf.num_hidden_layers]
-    if len(rotates) < hf.num_hidden_layers:
-        message = f"no_rope_layers must say 0 or 1 for each of the {hf.num_hidden_layers} layers"
-        raise ConfigError(message, "no_rope_layers")
-    return tuple(hf.rope_parameters if rotated else None for rotated in rotates)
 
 
 def _qwen3_5(hf: Any) -> LinearConfig | None:
@@ -139,9 +135,8 @@ def _hunyuan_ropes(hf: Any) -> tuple[RopeParameters | None, ...]:
     if kind == "dynamic" and known and size > 2:  # with alpha, it is the same in all contexts
         stretched = theta * alpha ** (size / (size - 2))
         rope = {"rope_type": "default", "rope_theta": stretched}
-    elif kind not in ("default", "linear", "llama3"):
-        message = f"rope type {kind!r} is not served for {hf.model_type}, where norms follow it"
-        raise ConfigError(message, "rope_parameters")
+    else:
+        check_lengths_kept(hf)
     return (rope,) * int(hf.num_hidden_layers)
 
 
@@ -155,7 +150,7 @@ _LLAMA = biased("llama", no_windows, mlp_bias="mlp_bias")
 _INTERNLM3 = replace(_LLAMA, model_type="internlm3")
 _IQUEST_CODER = replace(_LLAMA, model_type="iquestcoder")
 _MISTRAL = Family("mistral", _one_window)
-_MINISTRAL3 = Family("ministral3", _one_window, query_growth=True)
+_MINISTRAL3 = Family("ministral3", _one_window, growths=stated_growth)
 _QWEN2 = Family("qwen2", _layer_windows, attention_bias=True)
 _QWEN3_VL = biased("qwen3_vl_text", no_windows, qk_norm="head", text_of="qwen3_vl")
 _EXAONE_MOE = Family(
@@ -206,6 +201,8 @@ _QWEN3_NEXT = replace(
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": _LLAMA,
+    "Llama4ForCausalLM": LLAMA4,
+    "Llama4ForConditionalGeneration": replace(LLAMA4, text_of="llama4", tied_by_text=True),
     "InternLM3ForCausalLM": _INTERNLM3,
     "IQuestCoderForCausalLM": _IQUEST_CODER,
     "ArceeForCausalLM": biased(
@@ -286,7 +283,7 @@ FAMILIES: dict[str, Family] = {
     "ExaoneMoEForCausalLM": _EXAONE_MOE,
     "OlmoeForCausalLM": biased("olmoe", no_windows, qk_norm="width", moe=mixtures.olmoe),
     "SmolLM3ForCausalLM": biased(
-        "smollm3", one_window_by_type, mlp_bias="mlp_bias", ropes=_rope_or_none
+        "smollm3", one_window_by_type, mlp_bias="mlp_bias", ropes=rope_or_none
     ),
     "GraniteForCausalLM": granite_config.GRANITE,
     "GraniteSWAForCausalLM": granite_config.GRANITE_SWA,

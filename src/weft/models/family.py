@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from weft.core.errors import ConfigError
+from weft.models.rope_config import QueryGrowth
 from weft.models.state_config import LatentConfig, LinearConfig, ShortConvConfig
 
-QkNorm = Literal["head", "width", "rotated"]
+QkNorm = Literal["head", "width", "rotated", "unit"]
 """What the norm of q and k runs over. head: each head. width: all heads of a token. rotated: each
-head after rope, where the others are before it."""
+head after rope, where the others are before it. unit: each head of the layers that have rope, by
+norms without weights, before or after it."""
 Blocks = Literal["pre", "post", "both", "parallel", "single", "gemma4"]
 """Where attention and MLP have their norms. pre: `x += f(norm(x))`. post: `x += norm(f(x))`. both:
 `x += norm(f(norm(x)))`. parallel: attention and MLP have one norm together,
@@ -93,8 +95,10 @@ class MoeConfig:
     shared_size: int = 0
     """The inner width of an expert that all tokens go through; 0: there is none."""
     shared_gated: bool = True
-    """Whether each token has a weight of its own for the shared expert, between 0 and 1; else it is
-    1, and checkpoints call the expert `shared_experts`."""
+    """Whether each token has a weight of its own for the shared expert, between 0 and 1, and
+    checkpoints call the expert `shared_expert`; else the weight is 1."""
+    shared_name: str = "shared_experts"
+    """What checkpoints call a shared expert whose weight is 1."""
     exact_router: bool = False
     """Whether the router's weight and its logits are float32; else they have the model's dtype."""
     sigmoid: bool = False
@@ -117,6 +121,12 @@ class MoeConfig:
     """The prefix of the names of router and experts within a layer."""
     stacked: bool = False
     """Whether checkpoints have all experts in one tensor, (experts, out, in)."""
+    transposed: bool = False
+    """Whether these tensors are (experts, in, out). PEFT then takes inputs for outputs: see
+    `Packed.transposed`."""
+    weighs_input: bool = False
+    """Whether the input of a token's only expert is multiplied by the sigmoid of its logit, and the
+    output by nothing."""
     stored_names: tuple[tuple[str, str], ...] = ()
     """What checkpoints call router and experts, where that differs: ends of names, and what is
     there instead."""
@@ -217,6 +227,8 @@ class Family:
     model_type: str
     """The `model_type` that transformers knows."""
     windows: Callable[[Any], tuple[int | None, ...]]
+    chunked: bool = False
+    """Whether windows begin at multiples of their size."""
     attention_bias: bool | str = False
     attention_out_bias: bool | str = False
     mlp_bias: bool | str = False
@@ -242,8 +254,8 @@ class Family:
     """Whether each head's values have an RMS norm without weights."""
     token_inputs: Callable[[Any], TokenInputsConfig | None] = lambda hf: None
     interleaved_rope: bool | str = False
-    query_growth: bool = False
-    """Whether queries grow with their position (see `RopeConfig.query_growth`)."""
+    growths: Callable[[Any], tuple[QueryGrowth | None, ...]] = lambda hf: ()
+    """How queries grow with their position in each layer; (): in no layer."""
     partial_rotary: bool = False
     """Whether rope may be for a part of each head's dimensions."""
     ropes: Callable[[Any], tuple[RopeParameters | None, ...]] = _one_rope

@@ -10,6 +10,7 @@ from weft.core.errors import ConfigError
 from weft.models import mixtures
 from weft.models.family import RopeParameters, Scales, biased
 from weft.models.layer_types import no_windows
+from weft.models.rope_config import stated_growth
 from weft.models.state_config import LatentConfig
 
 
@@ -80,7 +81,7 @@ MISTRAL4 = replace(
     _LATENT,
     model_type="mistral4",
     ropes=_ropes_of_rotated_part,
-    query_growth=True,
+    growths=stated_growth,
     moe=mixtures.mistral4_moe,
 )
 YOUTU = replace(_LATENT, model_type="youtu", moe=lambda hf: None)

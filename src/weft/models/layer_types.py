@@ -53,6 +53,25 @@ def rope_by_type(hf: Any) -> tuple[RopeParameters | None, ...]:
     return tuple(hf.rope_parameters[kind] for kind in types)
 
 
+def rope_or_none(hf: Any) -> tuple[RopeParameters | None, ...]:
+    """The rope parameters of each layer, None for those that `no_rope_layers` names with 0. Raises
+    ConfigError."""
+    rotates = hf.no_rope_layers[: hf.num_hidden_layers]
+    if len(rotates) < hf.num_hidden_layers:
+        message = f"no_rope_layers must say 0 or 1 for each of the {hf.num_hidden_layers} layers"
+        raise ConfigError(message, "no_rope_layers")
+    return tuple(hf.rope_parameters if rotated else None for rotated in rotates)
+
+
+def check_lengths_kept(hf: Any) -> None:
+    """Raises ConfigError for a type of rope that scales cos and sin, in a family whose norms of q
+    and k follow rope but are computed before it."""
+    kind = hf.rope_parameters.get("rope_type")
+    if kind not in ("default", "linear", "llama3"):
+        message = f"rope type {kind!r} is not served for {hf.model_type}, where norms follow it"
+        raise ConfigError(message, "rope_parameters")
+
+
 def linear_layers(hf: Any, called: str = "linear_attention") -> tuple[bool, ...] | None:
     """Whether each layer has a recurrent state; None if none has. `called`: the name of such layers
     in `layer_types`. Raises ConfigError if all layers have one."""

@@ -192,6 +192,18 @@ class RotatedNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitNorm:
+    """The norms over each head's q and k, without weights, so that no adapter changes them. As a
+    rotation keeps lengths, they may come ahead of rope, whose operation applies them."""
+
+    ones_ND: Tensor
+    """(H + K, D)"""
+
+    def __call__(self, num_rows: int, step: StepContext) -> Tensor:
+        return self.ones_ND
+
+
+@dataclass(frozen=True, slots=True)
 class WidthNorm:
     """The norms over the q of all heads together, and over their k, before rope. On several ranks,
     they are over the heads of all ranks."""

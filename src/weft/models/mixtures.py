@@ -232,6 +232,28 @@ def granite4_moe(hf: Any) -> MoeConfig | None:
     return replace(granite_moe(hf), beside_mlp=True)
 
 
+def llama4_moe(hf: Any) -> MoeConfig | None:
+    check_stated(hf, {"num_experts_per_tok": 1})
+    check_counts(hf, 1, "num_local_experts")
+    layers = tuple(i in hf.moe_layers for i in range(hf.num_hidden_layers))
+    if not any(layers):
+        return None
+    return _mixture(
+        *(hf, hf.num_local_experts, hf.intermediate_size, False),
+        layers=layers,
+        weights_of_chosen=True,
+        weighs_input=True,
+        names=("feed_forward", "gate_proj", "up_proj", "down_proj"),
+        router="router",
+        place="feed_forward.",
+        stacked=True,
+        transposed=True,
+        shared_size=hf.intermediate_size,
+        shared_gated=False,
+        shared_name="shared_expert",
+    )
+
+
 def lfm2_moe(hf: Any) -> MoeConfig | None:
     check_counts(hf, 1, "num_experts", "num_experts_per_tok")
     check_counts(hf, 0, "num_dense_layers")

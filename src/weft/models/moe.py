@@ -167,6 +167,10 @@ class SparseMlp:
         shared_TI = None if self.shared is None else self.shared(x_TI, step)
         routed_TI = x_TI if routed_TI is None else routed_TI
         logits, lora = self._logits(routed_TI, step), step.lora if step.changes_experts else None
+        if self.moe.weighs_input:
+            logits_TE = logits.whole()
+            weight_T1 = logits_TE.amax(1, keepdim=True).float().sigmoid()
+            x_TI, logits = x_TI * weight_T1.to(x_TI.dtype), Product(logits_TE)
         y_TI = None
         if lora is None:
             y_TI = self.ops.mixture(x_TI, logits, self.choice, self.experts, self.activation)

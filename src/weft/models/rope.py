@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from weft.kernels.ops import Rope
-from weft.models.rope_config import RopeConfig
+from weft.models.rope_config import QueryGrowth, RopeConfig
 
 
 class RopeTable:
     """cos and sin for every position below `max_len`, computed in fp32 and kept in `dtype`. Without
-    a `rope` they are 1 and 0, and rotate nothing."""
+    a `rope` they are 1 and 0, and rotate nothing. With `growth`, factors of queries too."""
 
     def __init__(
         self,
@@ -25,6 +25,7 @@ class RopeTable:
         max_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        growth: QueryGrowth | None = None,
     ) -> None:
         freq_F, scale = torch.zeros(1), 1.0
         if rope is not None:
@@ -37,11 +38,11 @@ class RopeTable:
             pairs_M2F2 = pairs_M2F2.transpose(2, 3)
         self._table_M2R = pairs_M2F2.flatten(2).to(dtype)
         self._query_M: Tensor | None = None
-        if rope is not None and rope.query_growth:
-            lengths_M = (
-                torch.arange(max_len, device=device) // rope.original_max_position_embeddings
-            )
-            self._query_M = (1 + rope.query_growth * (1 + lengths_M).log()).to(dtype)
+        if growth is not None:
+            lengths_M = (torch.arange(max_len, device=device) + growth.ahead) // growth.length
+            self._query_M = 1 + growth.factor * (1 + lengths_M).log()
+            if growth.rounded:
+                self._query_M = self._query_M.to(dtype)
 
     def at(self, positions_T: Tensor) -> Rope:
         """The rotation of rows at these positions."""

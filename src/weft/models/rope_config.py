@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 from weft.core.errors import ConfigError
 
@@ -14,6 +14,17 @@ logger = logging.getLogger(__name__)
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional", "dynamic"]
 _ORIGINAL, _MSCALES = "original_max_position_embeddings", ("mscale", "mscale_all_dim")
+
+
+class QueryGrowth(NamedTuple):
+    """How queries grow: at position p, they are multiplied by
+    `1 + factor * log(1 + floor((p + ahead) / length))`."""
+
+    factor: float
+    length: int
+    ahead: int = 0
+    rounded: bool = True
+    """Whether what multiplies queries is rounded to the model's dtype; else it is float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +54,6 @@ class RopeConfig:
     of its pairs of dimensions; the other pairs are rotated by 0."""
     interleaved: bool = False
     """Whether neighbouring dimensions form a pair; else i and i + R/2 do, of R dimensions."""
-    query_growth: float = 0.0
-    """b: queries at position p are multiplied by `1 + b log(1 + floor(p / original length))`."""
 
     def rotated(self, head_dim: int) -> int:
         """How many dimensions of a head are rotated."""
@@ -139,14 +148,15 @@ def _is_number(value: object, positive: bool) -> bool:
     return (value > 0 if positive else value >= 0) and value <= sys.float_info.max
 
 
-def with_query_growth(rope: RopeConfig, parameters: Mapping[str, Any]) -> RopeConfig:
-    """The same with the growth of queries that `rope_parameters` state. Raises ConfigError where
+def stated_growth(hf: Any) -> tuple[QueryGrowth | None, ...]:
+    """The growth of queries that `rope_parameters` state for all layers. Raises ConfigError where
     they state none."""
-    growth, original = (parameters.get(name) for name in ("llama_4_scaling_beta", _ORIGINAL))
+    names = "llama_4_scaling_beta", _ORIGINAL
+    growth, original = (hf.rope_parameters.get(name) for name in names)
     if growth is None or original is None:
         message = f"llama_4_scaling_beta and {_ORIGINAL} must be stated for this model"
         raise ConfigError(message, "rope_parameters")
-    return replace(rope, query_growth=float(growth), original_max_position_embeddings=original)
+    return (QueryGrowth(float(growth), original),) * int(hf.num_hidden_layers)
 
 
 _FIELDS: dict[RopeType, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -181,7 +181,8 @@ def places_of(weights: Weights, shard: Shard, moe: MoeConfig | None) -> dict[str
             continue
         if group.kind == "experts" and moe is not None and moe.stacked:
             if len(names) == 1:  # gate and up are there as two as well
-                places[names[0]] = place_of(shard, group.slices, weights.dense(key))
+                place = place_of(shard, group.slices, weights.dense(key))
+                places[names[0]] = _transposed(place) if moe.transposed else place
         elif group.kind == "experts":
             assert moe is not None
             places |= _expert_places(shard, group, weights.dense(key), moe)
@@ -207,12 +208,16 @@ def _stacked_places(
     shard: Shard, group: Group, name: str, matrix_EOI: Tensor, bias_EO: Tensor | None
 ) -> dict[str, Place]:
     """The places of tensors that hold all experts."""
-    place = place_of(shard, group.slices, matrix_EOI)
-    experts, outputs, inputs = place.shape
     return {
-        name: place._replace(shape=(experts, inputs, outputs), transposed=True),
+        name: _transposed(place_of(shard, group.slices, matrix_EOI)),
         f"{name}_bias": place_of_expert_bias(shard, group, bias_EO),
     }
+
+
+def _transposed(place: Place) -> Place:
+    """The place for a tensor of all experts that is stored as (experts, in, out)."""
+    experts, outputs, inputs = place.shape
+    return place._replace(shape=(experts, inputs, outputs), transposed=True)
 
 
 def place_of_expert_bias(shard: Shard, group: Group, view_EO: Tensor | None) -> Place:

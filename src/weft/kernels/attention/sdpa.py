@@ -189,7 +189,9 @@ def _make_plan(
     queries = [b - a for a, b in pairwise(start)]
     contexts = batch.seq_lens
     if window is not None:
-        firsts = (first_seen(n - q, window, chunked) for n, q in zip(contexts, queries, strict=True))
+        firsts = (
+            first_seen(n - q, window, chunked) for n, q in zip(contexts, queries, strict=True)
+        )
         contexts = [n - max(first, 0) for n, first in zip(contexts, firsts, strict=True)]
     facts = (block_size, window, chunked, heads, dtype)
     make = partial(_make_bucket, batch, queries, contexts, *facts)
