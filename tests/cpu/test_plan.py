@@ -17,10 +17,11 @@ from weft.core.config import EngineArgs, engine_args
 from weft.core.errors import ConfigError
 from weft.kernels.delta import StateCache
 from weft.models.blueprint import model_shard
-from weft.models.config import ModelConfig, load_model_config, share_of
+from weft.models.config import ModelConfig, load_model_config
 from weft.models.decoder import allocate_kv_cache, state_bytes
 from weft.models.families import LinearConfig
 from weft.models.loading import dummy_weights
+from weft.models.share import share_of
 from weft.schedule.extents import ALIGN
 from weft.worker import memory
 from weft.worker.plan import GPUS, OTHER_BYTES, RankPlan, total_of

@@ -25,7 +25,7 @@ NAMES = [None, "LoRA", None, "LoRA", "LoRA", None, "LoRA", None]
 
 OTHERS = [
     pytest.param(f, marks=pytest.mark.exhaustive)
-    for f in ("gemma3", "gemma4-moe", "gpt-oss", "deepseek-v3", "granite4", "nemotron-h")
+    for f in ("gemma3", "gemma4-moe", "gpt-oss", "deepseek-v3", "granite4", "nemotron-h", "llama4")
 ]
 
 

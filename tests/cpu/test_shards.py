@@ -19,10 +19,11 @@ from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.delta import StateRows
 from weft.kernels.ops import Ops
 from weft.models.blueprint import model_shard
-from weft.models.config import ModelConfig, load_model_config, share_of
+from weft.models.config import ModelConfig, load_model_config
 from weft.models.decoder import Decoder, StepContext, allocate_kv_cache
 from weft.models.family import MoeConfig
 from weft.models.loading import LoadedModel, dummy_weights, load_weights
+from weft.models.share import share_of
 from weft.models.weights import Weights
 from weft.worker.gathered import GatheredWeights, OtherShares, Part
 

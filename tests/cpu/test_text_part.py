@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma4Config,
+    Llama4Config,
     Mistral3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -158,9 +159,12 @@ def greedy(model: torch.nn.Module) -> list[int]:
     return ids[len(PROMPT) :]
 
 
-def adapt(base: Base, folder: Path, targets: str, **fields: Any) -> PeftModel:
-    """An adapter with random weights, and in one module a rank and an alpha of its own."""
-    one = "model.language_model.layers.0.self_attn.q_proj"
+def adapt(
+    base: Base, folder: Path, targets: str, text: str = "model.language_model", **fields: Any
+) -> PeftModel:
+    """An adapter with random weights, and in one module a rank and an alpha of its own. `text`: the
+    name of the text model."""
+    one = f"{text}.layers.0.self_attn.q_proj"
     config = LoraConfig(
         r=3, target_modules=targets, rank_pattern={f"^{one}$": 5}, alpha_pattern={one: 32}, **fields
     )
@@ -184,7 +188,7 @@ def test_text_is_answered_as_by_the_whole_model(base: Base, tmp_path: Path) -> N
 TEXT_MODEL = "model.language_model"
 
 
-def check_next_token(base: Base, adapted: PeftModel, folder: Path) -> None:
+def check_next_token(base: Base, adapted: torch.nn.Module, folder: Path) -> None:
     """The adapter in `folder` gives the log-probabilities of `adapted`, and the base others."""
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5, ignore_eos=True)
     with LLM(base[1], {"adapted": folder}, **OPTIONS) as llm:
@@ -252,6 +256,40 @@ def test_experts_may_have_their_full_names(kind: type[PreTrainedConfig], tmp_pat
     base = model, tmp_path / "base"
     adapted = adapt(base, tmp_path / "adapted", r".*\.q_proj", target_parameters=names)
     check_next_token(base, adapted, tmp_path / "adapted")
+
+
+def test_a_text_model_may_have_its_own_head(tmp_path: Path) -> None:
+    """As Llama 4's has. Its experts' matrices are stored as (experts, in, out)."""
+    sizes = {"intermediate_size": 20, "intermediate_size_mlp": 48, "num_local_experts": 4}
+    layers = {"moe_layers": [1], "no_rope_layers": [1, 0]}
+    positions = {"attention_chunk_size": 4, "floor_scale": 4}
+    widths = dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 16)
+    config = Llama4Config(
+        text_config=TEXT | sizes | layers | positions,
+        vision_config=VISION | widths | {"pixel_shuffle_ratio": 0.5},
+        image_token_index=79,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path / "base")
+    base, text = (model, tmp_path / "base"), "language_model.model"
+    fields = {
+        "text": text,
+        "modules_to_save": [f"{text}.norm"],
+        "trainable_token_indices": {f"{text}.embed_tokens": [6, 7, 44]},
+        "target_parameters": [
+            f"{text}.layers.1.feed_forward.{name}"
+            for name in ("experts.gate_up_proj", "experts.down_proj", "router.weight")
+        ],
+    }
+    adapted = adapt(base, tmp_path / "one", r".*language_model.*\.(q|up)_proj", **fields)
+    # Without an image, the whole model fails in transformers.
+    check_next_token(base, adapted.get_base_model().language_model, tmp_path / "one")
+    adapt(base, tmp_path / "seeing", r"vision_model.*\.q_proj")
+    refused = pytest.raises(AdapterInvalid, match="only the text model is served")
+    with LLM(base[1], {}, **OPTIONS) as llm, refused as caught:
+        llm.load_adapter("seeing", tmp_path / "seeing")
+    assert "vision_model" in str(caught.value.param)
 
 
 def test_what_sees_images_is_not_served(base: Base, tmp_path: Path) -> None:

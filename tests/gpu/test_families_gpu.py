@@ -56,6 +56,7 @@ class World:
         "granite4",
         "lfm2",
         "lfm2-moe",
+        "llama4",
         "minimax-m2",
         "gpt-oss",
         "qwen3.5",

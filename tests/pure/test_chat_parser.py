@@ -165,6 +165,7 @@ def test_reasoning_streams_but_for_what_may_be_its_end() -> None:
         ("llama3_json", ' {"name": "g", "parameters": {"x": 1}}', "", [("g", '{"x": 1}')]),
         ("llama3_json", '{"type": "function", "name": "g", "parameters": {}}', "", ["g"]),
         ("llama3_json", '<|python_tag|>{"name": "g", "arguments": {}}', "", [("g", "{}")]),
+        ("llama3_json", '<|python_start|>{"name": "g", "parameters": {}}', "", [("g", "{}")]),
         (
             "llama3_json",
             '{"name": "g", "parameters": {}}; {"name": "h", "parameters": {"a": ";"}}',

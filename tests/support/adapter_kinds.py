@@ -58,6 +58,7 @@ from transformers import (
     HyperCLOVAXConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -132,6 +133,19 @@ HYBRID: dict[str, Any] = {
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    # The first layer is dense, and has rope and chunks of positions.
+    "llama4": Llama4TextConfig(
+        **SIZES | {"intermediate_size": 20},
+        pad_token_id=None,
+        intermediate_size_mlp=48,
+        head_dim=16,
+        num_local_experts=6,
+        moe_layers=[1],
+        no_rope_layers=[1, 0],
+        attention_chunk_size=24,
+        floor_scale=16,
+        attn_scale=0.3,
+    ),
     "mistral": MistralConfig(**SIZES, sliding_window=24),
     "arcee": ArceeConfig(**SIZES | {"eos_token_id": []}, mlp_bias=True),
     "apertus": ApertusConfig(
@@ -502,7 +516,7 @@ MIXTURES = (
     *("qwen3-moe", "qwen3.5-moe", "qwen3-next", "qwen2-moe", "olmoe", "glm4-moe", "gemma4-moe"),
     *("granite4", "gpt-oss", "mixtral", "minimax-m2", "dots1", "solar-open"),
     *("ernie4.5-moe", "granite-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite", "lfm2-moe"),
-    *("nemotron-h", "mistral4", "exaone-moe", "granite-moe-shared", "granite-moe-swa"),
+    *("nemotron-h", "mistral4", "exaone-moe", "granite-moe-shared", "granite-moe-swa", "llama4"),
 )
 ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral", "minimax-m2", "solar-open", "granite-moe")
 """The families whose layers have no MLP but experts. peft takes the names of the projections of
@@ -611,6 +625,8 @@ class Kind:
         targets, parameters = options["target_modules"], options.get("target_parameters")
         if family == "nemotron-h" and targets == "all-linear":
             options["exclude_modules"] = ["out_proj"]  # which peft refuses in this family
+        if family == "llama4" and targets == "all-linear":
+            options["exclude_modules"] = ["router"]  # whose two outputs peft can't add to
         if family == "gemma4-moe" and targets == "all-linear" and parameters:
             # Its router is a linear layer, and so among these.
             options["target_parameters"] = [p for p in parameters if "router" not in p]
@@ -666,6 +682,7 @@ FUSED = {
         (r"^model\.norm$", "norm_f"),
     ),
     "gemma4-moe": OF_LAYER,
+    "llama4": ((r"\bmlp\.gate\.", "feed_forward.router."), (r"\bmlp\b", "feed_forward")),
 }
 """By family: a pattern for the projections that it lacks, and the one that it has instead."""
 GROWING = tuple(name for name in FAMILIES if name != "gemma4")

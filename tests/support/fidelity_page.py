@@ -39,7 +39,7 @@ NAMES = dict(
             *("Granite 4", "gpt-oss", "Mixtral", "MiniMax M2", "dots.llm1", "Solar Open"),
             *("ERNIE 4.5 MoE", "Granite 3 MoE", "DeepSeek V2", "DeepSeek V3", "GLM 4.7 Flash"),
             *("LFM2 MoE", "Nemotron-H", "Mistral 4", "K-EXAONE"),
-            *("Granite MoE with a shared MLP", "Granite SWA MoE"),
+            *("Granite MoE with a shared MLP", "Granite SWA MoE", "Llama 4"),
         ),
         strict=True,
     )
@@ -64,7 +64,7 @@ kinds (`make exhaustive`). 16-bit types compute the same, with their rounding.
 """
 ALL = f"**Families.** *All* are {', '.join([*NAMES.values()][:-1])} and {[*NAMES.values()][-1]}."
 FAMILIES = """\
-- In the last 24, the mixtures of experts, these kinds apply to attention, dense layers and
+- In the last 25, the mixtures of experts, these kinds apply to attention, dense layers and
   shared experts. Experts have rows of their own.
 - In Phi 3, q, k and v are one projection, and so are gate and up; in GLM 4, Granite 4
   and Granite's mixtures with a shared MLP, only gate and up are. Arcee,

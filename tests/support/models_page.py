@@ -58,6 +58,15 @@ IMAGES = "images refused"
 ROWS = [
     Row("Llama 2, 3.x", "llama", ("Llama",), tools="`llama3_json`"),
     Row(
+        "Llama 4",
+        "llama4",
+        ("Llama4",),
+        sees=("Llama4",),
+        tools="`llama3_json`",
+        limits=f"{IMAGES}; no rope type that scales cos and sin where q and k have norms; peft"
+        " adapts its routers by `target_parameters` only",
+    ),
+    Row(
         "InternLM 3, IQuest-Coder",
         "llama",
         ("InternLM3", "IQuestCoder"),

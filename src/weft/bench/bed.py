@@ -24,7 +24,8 @@ from weft.core.targets import Group, layout_of
 from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment, make_backend
 from weft.kernels.lora.reference import ReferenceBackend
 from weft.models.blueprint import target_table
-from weft.models.config import load_model_config, share_of
+from weft.models.config import load_model_config
+from weft.models.share import share_of
 
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 """The products of a layer, as the model's table names them."""

@@ -14,8 +14,9 @@ from math import prod
 from weft.core.errors import ConfigError
 from weft.core.shards import Shard
 from weft.core.targets import Axis, Packed, TargetTable, Vector, build_table
-from weft.models.config import ModelConfig, share_of
+from weft.models.config import ModelConfig
 from weft.models.family import MoeConfig
+from weft.models.share import share_of
 
 EMBED, HEAD = "embed", "head"
 """Keys of the weights outside the layers."""

@@ -30,10 +30,11 @@ from weft.kernels.quant import VALUES, Format, format_named
 from weft.kernels.quant.packed import fits
 from weft.models import mtp
 from weft.models.blueprint import EMBED, HEAD, IN_FLOAT32, model_shard, target_table
-from weft.models.config import ModelConfig, load_model_config, resolve_model, share_of
+from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.linear_attention import check_heads
 from weft.models.matrices import LinearMatrices
 from weft.models.quantized.reading import dequantized
+from weft.models.share import share_of
 from weft.models.weights import (
     Place,
     Weights,

@@ -27,10 +27,11 @@ from weft.kernels.attention import KVCache
 from weft.kernels.ops import Ops
 from weft.models.blueprint import EMBED, HEAD, target_table
 from weft.models.builder import LayerBuilder
-from weft.models.config import ModelConfig, share_of
+from weft.models.config import ModelConfig
 from weft.models.decoder import AttentionLayer, Decoder, pre_norm
 from weft.models.families import FAMILIES
 from weft.models.layers import StepContext
+from weft.models.share import share_of
 from weft.models.weights import Weights
 
 PREFIX = "mtp."

@@ -99,6 +99,7 @@ TOOL_FORMATS = {
         separator=";",
         between="; ",
         bare=True,
+        also_begin=("<|python_start|>",),
     ),
     "mistral": _list("[TOOL_CALLS]", opening=" [", reads=_MISTRAL),
     "mistral_v11": ToolFormat(
@@ -223,7 +224,7 @@ TOOL_FORMATS = {
 """Formats by name. The templates show how each is written. Beyond that:
 
 - hermes: Hermes, Qwen 2.5 and 3, Granite 4, EXAONE 4, K-EXAONE, SmolLM 3, ERNIE 4.5 Thinking
-- llama3_json: Llama 3.1 to 3.3, at the beginning of an output or behind the mark
+- llama3_json: Llama 3.1 to 3.3 and 4, at the beginning of an output or behind a mark
 - mistral: up to version 7 of its tokenizers; a name and its arguments are read, too
 - mistral_v11: later ones
 - qwen3_coder: Qwen3-Coder, Qwen 3.5, Nemotron 3. As in all XML, values are JSON where the tool's

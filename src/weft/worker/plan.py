@@ -14,12 +14,13 @@ from weft.core.targets import Target, TargetTable, layout_of
 from weft.kernels.quant import format_named
 from weft.kernels.quant.packed import Codes, has_layout, scale_dtype_of
 from weft.models.blueprint import model_shard
-from weft.models.config import ModelConfig, share_of
+from weft.models.config import ModelConfig
 from weft.models.decoder import kv_bytes_per_block, state_bytes
 from weft.models.loading import allocate_weights, dtype_of, empty_linear, quantize_weights
 from weft.models.matrices import LinearMatrices
 from weft.models.mtp import head_shard, with_mtp_head
 from weft.models.quantized.reading import expected
+from weft.models.share import share_of
 from weft.models.weights import places_of
 from weft.worker.memory import GpuMemory, count_snapshots, count_states
 
