@@ -22,16 +22,17 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("by_key_head", "mamba", "chunk", "most"),
+    ("kind", "chunk", "most"),
     [
-        pytest.param(False, False, 16, 18, id="by kind", marks=pytest.mark.exhaustive),
-        pytest.param(True, False, 16, 18, id="by key head"),
-        pytest.param(True, False, delta.CHUNK, 55, id="both halves of a chunk"),
-        pytest.param(False, True, 16, 18, id="Mamba 2"),
+        pytest.param({}, 16, 18, id="by kind", marks=pytest.mark.exhaustive),
+        pytest.param({"by_key_head": True}, 16, 18, id="by key head"),
+        pytest.param({"by_key_head": True}, delta.CHUNK, 55, id="both halves of a chunk"),
+        pytest.param({"mamba": True}, 16, 18, id="Mamba 2"),
+        pytest.param({"doubled": True}, 16, 18, id="doubled"),
     ],
 )
 def test_kernels_match_plain_torch(
-    by_key_head: bool, mamba: bool, chunk: int, most: int, monkeypatch: pytest.MonkeyPatch
+    kind: dict[str, bool], chunk: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (delta, triton_delta_chunks):
         monkeypatch.setattr(module, "CHUNK", chunk)
@@ -39,7 +40,7 @@ def test_kernels_match_plain_torch(
         for name in ("PREPARES", "SCANS", "SHORT_RUNS"):
             monkeypatch.setattr(triton_delta_chunks, name, 1)
     torch.manual_seed(0)
-    shape, layer = make_layer(by_key_head, mamba=mamba)
+    shape, layer = make_layer(**{"by_key_head": False, **kind})
     device = torch.device("cpu")
     ours = [Ops(), TritonOps(device)]
     found = run_mixed(shape, layer, most, [(ops, device, torch.float32) for ops in ours])

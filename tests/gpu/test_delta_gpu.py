@@ -24,14 +24,15 @@ def error_of(got: Tensor, want: Tensor) -> float:
     return float(error.square().mean().sqrt() / want.double()[there].square().mean().sqrt())
 
 
-@pytest.mark.parametrize("mamba", [False, True], ids=["delta rule", "Mamba 2"])
+@pytest.mark.parametrize("kind", ["delta rule", "Mamba 2", "doubled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [8, 16, 32, 64, 128])
-def test_a_mixed_step(width: int, dtype: torch.dtype, mamba: bool) -> None:
+def test_a_mixed_step(width: int, dtype: torch.dtype, kind: str) -> None:
     device = torch.device("cuda")
     torch.manual_seed(0)
+    mamba = kind == "Mamba 2"
     value_dim = width // 2 if mamba and width > 16 else width
-    shape, layer = make_layer(False, width, value_dim, mamba)
+    shape, layer = make_layer(False, width, value_dim, mamba, kind == "doubled")
     versions = [(Ops(), device, torch.float32), (TritonOps(device), device, dtype)]
     for want, got in zip(*run_mixed(shape, layer, 300, versions), strict=True):
         assert error_of(got, want) <= (1e-4 if dtype == torch.float32 else 0.02)

@@ -22,7 +22,11 @@ AnyShape = LinearConfig | ShortConvConfig
 
 
 def make_layer(
-    by_key_head: bool, key_dim: int = 8, value_dim: int = 16, mamba: bool = False
+    by_key_head: bool,
+    key_dim: int = 8,
+    value_dim: int = 16,
+    mamba: bool = False,
+    doubled: bool = False,
 ) -> tuple[LinearConfig, DeltaLayer]:
     shape = LinearConfig((True,), 2, 4, key_dim, value_dim, 4, by_key_head, mamba)
     layer = DeltaLayer(
@@ -38,6 +42,7 @@ def make_layer(
         columns=columns_of(shape),
         skip_H=torch.randn(4) if mamba else None,
         bias_C=torch.randn(shape.channels) if mamba else None,
+        doubled=doubled,
     )
     return shape, layer
 

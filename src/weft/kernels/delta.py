@@ -111,6 +111,9 @@ class DeltaLayer:
     """The heads' skips in Mamba 2; None: this is the gated delta rule."""
     bias_C: Tensor | None = None
     """The bias of each channel of the convolution; None: it has none."""
+    doubled: bool = False
+    """Whether the strengths of the gated delta rule are doubled, so that they are between 0 and 2.
+    A token can then turn what its key gives into the opposite."""
 
 
 class StateWork(NamedTuple):
@@ -312,7 +315,8 @@ def gated_delta(
     b_NH, a_NH = x_NO[:, -2 * H :].float().split_with_sizes((H, H), 1)
     time_NH = F.softplus(a_NH + layer.dt_bias_H)
     if layer.skip_H is None:
-        q_NGD, k_NGD, b_NH = _unit(q_NGD) * D**-0.5, _unit(k_NGD), b_NH.sigmoid()
+        q_NGD, k_NGD = _unit(q_NGD) * D**-0.5, _unit(k_NGD)
+        b_NH = b_NH.sigmoid() * (2 if layer.doubled else 1)
     else:
         b_NH = time_NH
     q_NHD, k_NHD = (x.repeat_interleave(share, 1) for x in (q_NGD, k_NGD))

@@ -104,6 +104,7 @@ def _decode(
     PART: tl.constexpr,
     BIAS: tl.constexpr,
     MAMBA: tl.constexpr,
+    DOUBLED: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -180,6 +181,8 @@ def _decode(
             change = v * time_step(a, dt_bias)
         else:
             change = (v - tl.sum(k[:, None] * S, 0)) / (1 + tl.exp(-b))
+            if DOUBLED:
+                change *= 2
         S += k[:, None] * change[None, :]
         if nth == 0:  # what comes after may be wrong
             tl.store(state_at, S, mask=within)
@@ -283,7 +286,8 @@ def _run_decodes(
     _decode[grid](
         *inputs, read_NHE, cache.inputs, cache.delta, *convolution_of(layer), own,
         layer.log_a_H, layer.dt_bias_H, decodes, positions_T, y_TO.stride(0), C,
-        **sizes, W=W, PART=part, BIAS=layer.bias_C is not None, num_warps=warps, **options,
+        **sizes, W=W, PART=part, BIAS=layer.bias_C is not None, DOUBLED=layer.doubled,
+        num_warps=warps, **options,
     )  # fmt: skip
     _give_out[N, H](
         *inputs, read_NHE, out_TO, cache.inputs, own, decodes, positions_T,

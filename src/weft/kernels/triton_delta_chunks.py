@@ -337,7 +337,8 @@ def run_chunks(
         tiles = {**blocks, "L": CHUNK, "EXACT": exact}
         solve[H, num_chunks](
             *read, qkv_TC, w_THD, u_THE, g_TH, layer.log_a_H, layer.dt_bias_H, work.chunks, stride,
-            C, **sizes, **tiles, num_warps=EXACT_WARPS if exact else 2 if narrow else 4,
+            C, **sizes, **tiles, DOUBLED=layer.doubled,
+            num_warps=EXACT_WARPS if exact else 2 if narrow else 4,
         )  # fmt: skip
         part = min(PART, blocks["BLOCK_E"])
         num_columns = cdiv(E, part)
@@ -356,7 +357,8 @@ def run_chunks(
     short_runs[at_once(num_runs, H, SHORT_RUNS), H](
         *read, qkv_TC, out_TO, cache.inputs, cache.delta, norm_or_skip(layer), layer.log_a_H,
         layer.dt_bias_H, work.runs, positions_T, num_runs, stride, C, layer.eps,
-        **sizes, **blocks, **widths, L=SHORT, EXACT=exact, num_warps=8, **options,
+        **sizes, **blocks, **widths, DOUBLED=layer.doubled, L=SHORT, EXACT=exact, num_warps=8,
+        **options,
     )  # fmt: skip
 
 

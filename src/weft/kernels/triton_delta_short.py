@@ -135,6 +135,7 @@ def short_runs(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     MAMBA: tl.constexpr,
+    DOUBLED: tl.constexpr,
     PENDING: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
@@ -174,7 +175,7 @@ def short_runs(
                 tl.extra.cuda.gdc_wait()
             g, b = strengths(
                 y_ptr, add_ptr, log_a_ptr, dt_bias_ptr, row, has, ok, h, y_stride,
-                COLUMNS, G, H, MAMBA, PENDING,
+                COLUMNS, G, H, MAMBA, DOUBLED, PENDING,
             )  # fmt: skip
             q_at = qkv_ptr + row[:, None] * C + h // share * D + d[None, :]
             q = tl.load(q_at, mask=ok_d, other=0.0)

@@ -76,6 +76,7 @@ def strengths(
     G: tl.constexpr,
     H: tl.constexpr,
     MAMBA: tl.constexpr,
+    DOUBLED: tl.constexpr,
     PENDING: tl.constexpr,
 ):
     """The decays g of some rows, summed up from the first of them on, and their strengths b, which
@@ -90,6 +91,8 @@ def strengths(
         b = time_step(b.to(tl.float32), tl.load(dt_bias_ptr + h))
     else:
         b = 1 / (1 + tl.exp(-b.to(tl.float32)))
+        if DOUBLED:
+            b *= 2
     return tl.cumsum(tl.where(ok, g, 0.0), 0), tl.where(ok, b, 0.0)
 
 
@@ -126,6 +129,7 @@ def solve(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     MAMBA: tl.constexpr,
+    DOUBLED: tl.constexpr,
     PENDING: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -152,7 +156,7 @@ def solve(
         has = tl.load(add_slot_ptr + row, mask=ok, other=-1) >= 0
     g, b = strengths(
         y_ptr, add_ptr, log_a_ptr, dt_bias_ptr, row, has, ok, h, y_stride,
-        COLUMNS, G, H, MAMBA, PENDING,
+        COLUMNS, G, H, MAMBA, DOUBLED, PENDING,
     )  # fmt: skip
     v_at = qkv_ptr + row[:, None] * C + 2 * G * D + h * E + e[None, :]
     v = tl.load(v_at, mask=ok_e, other=0.0)
