@@ -60,6 +60,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -97,7 +98,8 @@ from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.decoder import Decoder, StepContext, allocate_kv_cache, kv_bytes_per_block
 from weft.models.families import FAMILIES, OTHERS
 from weft.models.fields import READ, WITHOUT_EFFECT, check_fields
-from weft.models.loading import dummy_weights, load_weights, sample_hash
+from weft.models.files import sample_hash
+from weft.models.loading import dummy_weights, load_weights
 from weft.models.rope import inverse_frequencies
 from weft.models.weights import Weights
 
@@ -432,6 +434,27 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         sliding_window=50,
         layer_types=["sliding_attention"] * 3,
         mlp_bias=True,
+        tie_word_embeddings=True,
+    ),
+    # With larger weights, what transformers computes in one go differs from what it computes token
+    # by token: states whose changes overshoot carry the roundings of each on.
+    "olmo-hybrid": OlmoHybridConfig(
+        **SIZES | {"num_hidden_layers": 4, "initializer_range": 0.1},
+        **NO_PAD,
+        rope_parameters={"rope_theta": None},
+        linear_key_head_dim=12,
+        linear_value_head_dim=20,
+    ),
+    "olmo-hybrid-post-first": OlmoHybridConfig(
+        **SIZES | {"num_hidden_layers": 5},
+        **NO_PAD,
+        **YARN,
+        layer_types=[*["full_attention", "linear_attention"] * 2, "linear_attention"],
+        linear_allow_neg_eigval=False,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_conv_kernel_dim=3,
+        attention_bias=True,
         tie_word_embeddings=True,
     ),
     "hunyuan": HunYuanDenseV1Config(
@@ -1731,6 +1754,8 @@ def test_layer_types_that_disagree_are_refused(
         ("llama4", "floor_scale", 0),
         ("llama4", "attn_scale", math.inf),
         ("llama4", "intermediate_size_mlp", 0),
+        ("olmo-hybrid", "layer_types", ["linear_attention", "sliding_attention"] * 2),
+        ("olmo-hybrid", "linear_num_value_heads", 2),
         ("mistral-window", "sliding_window", 0),
         ("qwen3.5", "linear_num_key_heads", 0),
         ("qwen3.5", "linear_conv_kernel_dim", 0),

@@ -159,7 +159,7 @@ def _linear_attention(config: ModelConfig, i: int) -> list[Packed]:
     assert shape is not None
     name, into, bias = f"model.layers.{i}.{shape.name}.", shape.projections, shape.projection_bias
     names, parts = _named(name, *into), tuple(part for parts in into.values() for part in parts)
-    out = _named(name, "out_proj")
+    out = _named(name, shape.out)
     return [
         Packed(f"{i}.in", "linear", hidden, parts, names, bias, "column"),
         Packed(f"{i}.out", "linear", shape.values, (hidden,), out, bias, "row"),
@@ -286,7 +286,7 @@ def _norms(config: ModelConfig) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     for i in range(config.num_layers):
         layer = f"model.layers.{i}."
-        found += [(layer + name, hidden) for name in config.norm_names]
+        found += [(layer + name, hidden) for name in config.norm_names_of(i)]
         if config.qk_norm not in (None, "unit") and config.has_attention(i):
             shape = config.layer(i)
             q_norm, k_norm = config.names.qk_norms

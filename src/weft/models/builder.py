@@ -83,7 +83,7 @@ class LayerBuilder:
     def norms_of(self, layer: int) -> list[RowNorm]:
         """The norms around attention and MLP, in the order of their use. A norm whose output is
         added to the residual stream also multiplies it by the model's factor for that."""
-        config, names = self.config, self.config.norm_names
+        config, names = self.config, self.config.norm_names_of(layer)
         after = {"post": names, "both": names[1::2]}.get(config.blocks, ())
         factors = (config.scales.residual if name in after else 1.0 for name in names)
         return [
@@ -126,13 +126,13 @@ class LayerBuilder:
             return self._short_conv(layer, f"model.layers.{layer}.{shape.name}.")
         of, vectors = f"model.layers.{layer}.{shape.name}.", self.weights.vectors
         conv_C, bias_C = vectors[of + "conv1d.weight"][:, 0], vectors.get(of + "conv1d.bias")
-        norm_O, skip_H = vectors[of + "norm.weight"], vectors.get(of + "D")
+        norm_O, skip_H = vectors[of + shape.norm], vectors.get(of + "D")
         delta = DeltaLayer(
             conv_WC=_queries_first(conv_C, shape).t().contiguous(),
             log_a_H=vectors[of + "A_log"],
             dt_bias_H=vectors[of + "dt_bias"],
             norm_E=None if shape.mamba else norm_O,
-            eps=config.norm_eps,
+            eps=config.norm_eps if shape.norm_eps is None else shape.norm_eps,
             num_keys=shape.num_keys,
             num_values=shape.num_values,
             key_dim=shape.key_dim,
@@ -140,6 +140,7 @@ class LayerBuilder:
             columns=columns_of(shape),
             skip_H=skip_H,
             bias_C=None if bias_C is None else _queries_first(bias_C, shape),
+            doubled=shape.doubled,
         )
         norm = None
         if shape.mamba:

@@ -87,7 +87,7 @@ class ModelConfig:
     or a recurrent state, and an MLP."""
     blocks: Blocks = "pre"
     norm_names: tuple[str, ...] = ()
-    """What a layer calls the norms around attention and MLP, in the order of their use."""
+    """See `norm_names_of`, for layers where nothing else is said there."""
     activation: ActivationName = "silu"
     scales: Scales = UNSCALED
     norm_offset: float = 0.0
@@ -148,6 +148,11 @@ class ModelConfig:
         if self.mixers:
             return self.mixers[index] == "mlp"
         return self.moe is None or self.moe.beside_mlp or not self.moe.layers[index]
+
+    def norm_names_of(self, index: int) -> tuple[str, ...]:
+        """What a layer calls the norms around attention and MLP, in the order of their use."""
+        is_post = self.blocks == "mixed" and self.has_attention(index)
+        return NORM_NAMES["post"] if is_post else self.norm_names
 
     def check_context(self, asked: int | None) -> None:
         """Raises ConfigError for a context longer than the model's own."""

@@ -257,12 +257,32 @@ def _single(x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepC
     return normed_TI
 
 
+def _mixed(x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext) -> Tensor:
+    """`x += attend(norm(x)); x += mlp(norm(x))` for each layer with a recurrent state, and
+    `x += norm(attend(x)); x += norm(mlp(x))` for the others. Returns the last norm of x."""
+    pending: Product | None = None
+    """What an MLP gave that has yet to be added to x."""
+    for layer, cache, rope in layers:
+        first, second = next(norms), next(norms)
+        if isinstance(layer, _LinearLayer):
+            attended = layer.attend(first(x_TI, step, pending), rope, step, cache)
+            pending = layer.mlp(second(x_TI, step, attended), step)
+            continue
+        if pending is not None:
+            x_TI += first.ranks.sum(pending.whole())
+            pending = None
+        add_normed(x_TI, layer.attend(x_TI, rope, step, cache), first, None, step)
+        add_normed(x_TI, layer.mlp(x_TI, step), second, None, step)
+    return next(norms)(x_TI, step, pending)
+
+
 _BLOCKS = {
     "pre": pre_norm,
     "post": _post_norm,
     "both": _both_norms,
     "parallel": _parallel,
     "single": _single,
+    "mixed": _mixed,
 }
 
 

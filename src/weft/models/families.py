@@ -69,6 +69,20 @@ def _qwen3_next(hf: Any) -> LinearConfig | None:
     return linear and replace(linear, by_key_head=True)
 
 
+def _olmo_hybrid(hf: Any) -> LinearConfig | None:
+    heads = hf.linear_num_key_heads
+    mixtures.check_stated(hf, {"linear_num_value_heads": heads})
+    linear, doubled = _qwen3_5(hf), bool(hf.linear_allow_neg_eigval)
+    return linear and replace(linear, apart=True, doubled=doubled, norm_eps=1e-5)
+
+
+def _stated_rope(hf: Any) -> tuple[RopeParameters | None, ...]:
+    """The rope of all layers; None where the configuration states none."""
+    rope = hf.rope_parameters
+    is_stated = rope is not None and rope.get("rope_theta") is not None
+    return (rope if is_stated else None,) * int(hf.num_hidden_layers)
+
+
 def _gemma3_scales(hf: Any) -> Scales:
     scalar = hf.query_pre_attn_scalar
     if scalar <= 0:
@@ -252,6 +266,14 @@ FAMILIES: dict[str, Family] = {
     "Olmo2ForCausalLM": biased("olmo2", no_windows, qk_norm="width", blocks="post"),
     "Olmo3ForCausalLM": biased(
         "olmo3", one_window_by_type, qk_norm="width", blocks="post", ropes=rope_by_type
+    ),
+    "OlmoHybridForCausalLM": biased(
+        "olmo_hybrid",
+        windows_but_linear,
+        qk_norm="width",
+        blocks="mixed",
+        ropes=_stated_rope,
+        linear=_olmo_hybrid,
     ),
     "HunYuanDenseV1ForCausalLM": biased(
         "hunyuan_v1_dense",

@@ -15,11 +15,12 @@ QkNorm = Literal["head", "width", "rotated", "unit"]
 """What the norm of q and k runs over. head: each head. width: all heads of a token. rotated: each
 head after rope, where the others are before it. unit: each head of the layers that have rope, by
 norms without weights, before or after it."""
-Blocks = Literal["pre", "post", "both", "parallel", "single", "gemma4"]
+Blocks = Literal["pre", "post", "both", "parallel", "single", "mixed", "gemma4"]
 """Where attention and MLP have their norms. pre: `x += f(norm(x))`. post: `x += norm(f(x))`. both:
 `x += norm(f(norm(x)))`. parallel: attention and MLP have one norm together,
 `n = norm(x); x += attend(n) + mlp(n)`. single: a layer has only one of the two, its mixer,
-`x += mix(norm(x))`. gemma4: see `weft.models.gemma4`."""
+`x += mix(norm(x))`. mixed: layers with a recurrent state are like pre, and others like post.
+gemma4: see `weft.models.gemma4`."""
 NORM_NAMES: dict[Blocks, tuple[str, ...]] = {
     "pre": ("input_layernorm", "post_attention_layernorm"),
     "post": ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -31,6 +32,7 @@ NORM_NAMES: dict[Blocks, tuple[str, ...]] = {
     ),
     "parallel": ("input_layernorm",),
     "single": ("norm",),
+    "mixed": ("input_layernorm", "post_attention_layernorm"),
     "gemma4": (),
 }
 """What most families call these norms within a layer, in the order of their use."""

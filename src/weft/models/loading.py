@@ -7,12 +7,7 @@ part of every tensor (`weft.core.shards`).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import re
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +26,7 @@ from weft.kernels.quant.packed import fits
 from weft.models import mtp
 from weft.models.blueprint import EMBED, HEAD, IN_FLOAT32, model_shard, target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model
+from weft.models.files import stored_tensors
 from weft.models.linear_attention import check_heads
 from weft.models.matrices import LinearMatrices
 from weft.models.quantized.reading import dequantized
@@ -48,7 +44,6 @@ from weft.models.weights import (
 logger = logging.getLogger(__name__)
 _HEAD_NAME = "lm_head.weight"
 _BARE = "embed_tokens.", "layers.", "norm.", "embedding_norm."  # names in a decoder saved alone
-_SAMPLED_BYTES, _SAMPLED_TENSORS = 64, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +112,7 @@ def _load_mtp_head(
     if args.load_format == "dummy":
         return dummy_weights(own, dtype, device, shard=shard)
     folder = resolve_model(args.model, args.revision)
-    if not any(name.startswith(mtp.PREFIX) for name, _ in _stored_tensors(folder, "cpu")):
+    if not any(name.startswith(mtp.PREFIX) for name in stored_tensors(folder, "cpu")):
         message = f"--speculative mtp: {folder} has no head that drafts tokens ({mtp.PREFIX}*)"
         raise ConfigError(message, "speculative")
     return load_weights(folder, own, dtype, device, VALUES, shard, mtp.PREFIX)
@@ -191,9 +186,8 @@ def load_weights(
 
     unknown: list[str] = []
     tied_head: Tensor | None = None
-    files = dict(_stored_tensors(folder, device))  # of equal names, the last counts
-    stored_tensors = dequantized(files.items(), config.quantized)
-    for stored_name, stored in stored_tensors:
+    files = stored_tensors(folder, device)
+    for stored_name, stored in dequantized(files.items(), config.quantized):
         name = _own_name(stored_name, prefix, mtp.has_head(config))
         if name is None:
             continue
@@ -360,79 +354,6 @@ def _change_values(weights: Weights, form: Format | None) -> None:
         if group.kind == "linear":
             for matrix in weights.dense(key).split_with_sizes(group.packed.widths):
                 matrix.copy_(form.quantize(matrix).dequantized(matrix.dtype))
-
-
-def _stored_tensors(folder: Path, device: torch.device | str) -> Iterator[tuple[str, Any]]:
-    """(name, lazily read tensor) over all files."""
-    from safetensors import SafetensorError, safe_open
-
-    for path in _files(folder):
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                for name in file.keys():  # noqa: SIM118
-                    yield name, file.get_slice(name)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"can't read {path}: {error}", "model") from error
-
-
-def sample_hash(args: ModelArgs) -> str:
-    """A hash of the first bytes of some tensors of each kind, which tells checkpoints of one shape
-    apart. It is the same however tensors are divided among files, and "" for random weights. The
-    checkpoint must be one that can be loaded."""
-    if args.load_format == "dummy":
-        return ""
-    places: dict[str, tuple[Path, int, int]] = {}
-    for path in _files(resolve_model(args.model, args.revision)):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        for name, stored in header.items():
-            begin, end = (8 + length + offset for offset in stored["data_offsets"])
-            places[name] = path, begin, min(end - begin, _SAMPLED_BYTES)
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(places):
-        kinds[re.sub("[0-9]+", "", name)].append(name)
-    sample = hashlib.sha256()
-    for names in kinds.values():
-        for name in names[:: -(-len(names) // _SAMPLED_TENSORS)]:
-            path, begin, length = places[name]
-            with path.open("rb", buffering=0) as file:
-                file.seek(begin)
-                sample.update(f"{name} {file.read(length).hex()} ".encode())
-    return sample.hexdigest()[:16]
-
-
-def _files(folder: Path) -> list[Path]:
-    """The single safetensors file, or those that the index names. If a folder has both, the index
-    is that of an older model, which transformers leaves there and doesn't read either."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        try:
-            stated = json.loads(index.read_text(encoding="utf-8"))
-            names = sorted(set(stated["weight_map"].values()))
-        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ConfigError(f"{index} is not a safetensors index: {error}", "model") from error
-        return [_shard(folder, name) for name in names]
-    pickled = [p.name for p in sorted(folder.iterdir()) if p.suffix in (".bin", ".pt", ".pth")]
-    if pickled:
-        raise ConfigError(f"{folder} holds {pickled[0]}: only safetensors are read", "model")
-    raise ConfigError(f"{folder} holds no model.safetensors", "model")
-
-
-def _shard(folder: Path, name: object) -> Path:
-    if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-        raise ConfigError(f"the index of {folder} names {name!r}, not a safetensors file", "model")
-    path = folder / name
-    try:
-        is_there = path.is_file()
-    except OSError as error:  # such as a name too long
-        raise ConfigError(f"can't read {path}: {error}", "model") from error
-    if not is_there:
-        raise ConfigError(f"{path} is missing", "model")
-    return path
 
 
 def _check(name: str, stored: Any, shape: tuple[int, ...]) -> None:

@@ -64,6 +64,13 @@ class LinearConfig:
     """Whether these are layers of Mamba 2, which have one projection to z, values, keys, queries
     and b, in this order. In their terms, values are x, keys B, queries C, b the time steps, and
     `num_keys` is the number of groups."""
+    apart: bool = False
+    """Whether the layer has one projection each to queries, keys, values, z, b and a, and names of
+    its own for some parts, as in OLMo Hybrid."""
+    doubled: bool = False
+    """Whether strengths are between 0 and 2: see `weft.kernels.delta.DeltaLayer.doubled`."""
+    norm_eps: float | None = None
+    """The epsilon of the norm of heads; None: that of the model's other norms."""
     conv_bias: bool = False
     """Whether the convolution has a bias."""
     projection_bias: bool = False
@@ -132,13 +139,23 @@ class LinearConfig:
             "conv1d.weight": ((1, self.conv_width), self.channel_parts),
             "A_log": ((), of_heads),
             "dt_bias": ((), of_heads),
-            "norm.weight": ((), (self.values if self.mamba else self.value_dim,)),
+            self.norm: ((), (self.values if self.mamba else self.value_dim,)),
         }
         if self.mamba:
             found["D"] = (), of_heads
         if self.conv_bias:
             found["conv1d.bias"] = (), self.channel_parts
         return found
+
+    @property
+    def norm(self) -> str:
+        """What the layer calls the weight of its norm."""
+        return "o_norm.weight" if self.apart else "norm.weight"
+
+    @property
+    def out(self) -> str:
+        """What the layer calls its last projection."""
+        return "o_proj" if self.apart else "out_proj"
 
     @property
     def keys(self) -> int:
@@ -178,6 +195,12 @@ class LinearConfig:
                 "in_proj_qkvz": (self.channels + self.values,),
                 "in_proj_ba": (2 * self.num_values,),
             }
+        if self.apart:
+            return {
+                **dict.fromkeys(("q_proj", "k_proj"), (self.keys,)),
+                **dict.fromkeys(("v_proj", "g_proj"), (self.values,)),
+                **dict.fromkeys(("b_proj", "a_proj"), (self.num_values,)),
+            }
         return {
             "in_proj_qkv": (self.keys, self.keys, self.values),
             "in_proj_z": (self.values,),
@@ -202,6 +225,8 @@ class ShortConvConfig:
     """Whether the convolution and the layer's two projections have biases."""
     name = "conv"
     """What a decoder layer calls such a layer."""
+    out = "out_proj"
+    """What the layer calls its last projection."""
     state_shape = (0,)
     """A state holds only what it keeps of tokens: see `kept_width`."""
 

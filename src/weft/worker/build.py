@@ -25,7 +25,8 @@ from weft.kernels.quant import rounds_inputs
 from weft.models.blueprint import num_parameters
 from weft.models.config import load_model_config, resolve_model
 from weft.models.decoder import Decoder, allocate_kv_cache
-from weft.models.loading import LoadedModel, device_of, dtype_of, load_model, sample_hash
+from weft.models.files import sample_hash
+from weft.models.loading import LoadedModel, device_of, dtype_of, load_model
 from weft.models.mtp import MtpHead, head_config, with_mtp_head
 from weft.models.share import share_of
 from weft.worker.adapters import AdapterLoader
