@@ -76,6 +76,7 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     SarvamMLAConfig,
+    SarvamMoEConfig,
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
@@ -646,6 +647,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         head_dim=12,
         routed_scaling_factor=2.5,
     ),
+    "nemotron-h-latents": NemotronHConfig(
+        **NEMOTRON_H, layers_block_type=["full_attention", "moe", "moe"], moe_latent_size=16
+    ),
     "nemotron-h-dense-biases": NemotronHConfig(
         **NEMOTRON_H,
         layers_block_type=["full_attention", "mlp", "linear_attention", "full_attention"],
@@ -789,6 +793,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "sarvam-mla": SarvamMLAConfig(
         **SIZES | LATENT, **ROUTED, **YARN_FULL, q_lora_rank=None, n_shared_experts=2
+    ),
+    "sarvam-moe": SarvamMoEConfig(
+        **SIZES,
+        **ROUTED,
+        head_dim=8,
+        attention_bias=True,
+        n_group=4,
+        topk_group=2,
+        tie_word_embeddings=True,
     ),
     "youtu": YoutuConfig(**SIZES | LATENT, q_lora_rank=24),
     "youtu-untied-bias": YoutuConfig(
@@ -1674,7 +1687,7 @@ def test_layer_types_that_disagree_are_refused(
         ("granite4-hybrid", "mamba_n_groups", 3),
         ("nemotron-h", "layers_block_type", ["mlp", "linear_attention"]),
         ("nemotron-h", "mlp_bias", True),
-        ("nemotron-h", "moe_latent_size", 16),
+        ("nemotron-h", "moe_latent_size", 0),
         ("nemotron-h", "moe_shared_expert_intermediate_size", 0),
         ("nemotron-h", "n_group", 5),
         ("nemotron-h", "n_groups", 3),

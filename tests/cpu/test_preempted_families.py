@@ -25,7 +25,17 @@ NAMES = [None, "LoRA", None, "LoRA", "LoRA", None, "LoRA", None]
 
 OTHERS = [
     pytest.param(f, marks=pytest.mark.exhaustive)
-    for f in ("gemma3", "gemma4-moe", "gpt-oss", "deepseek-v3", "granite4", "nemotron-h", "llama4")
+    for f in (
+        "gemma3",
+        "gemma4-moe",
+        "gpt-oss",
+        "deepseek-v3",
+        "granite4",
+        "nemotron-h",
+        "llama4",
+        "olmo-hybrid",
+        "nemotron-h-latents",
+    )
 ]
 
 

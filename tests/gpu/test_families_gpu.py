@@ -62,6 +62,7 @@ class World:
         "qwen3.5",
         "qwen3.5-moe",
         "qwen3-next",
+        "olmo-hybrid",
     ],
 )
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:

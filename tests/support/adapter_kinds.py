@@ -69,6 +69,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -79,6 +80,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SarvamMoEConfig,
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
@@ -181,6 +183,13 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     ),
     "olmo2": Olmo2Config(**SIZES, pad_token_id=None, tie_word_embeddings=False),
     "olmo3": Olmo3Config(**SIZES, pad_token_id=None, sliding_window=24, layer_types=WINDOW_AND_ALL),
+    "olmo-hybrid": OlmoHybridConfig(
+        **SIZES | {"initializer_range": 0.1},
+        pad_token_id=None,
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
+    ),
     "ernie4.5": Ernie4_5Config(**SIZES, pad_token_id=None, head_dim=16, use_bias=True),
     "helium": HeliumConfig(**SIZES | {"bos_token_id": 1, "eos_token_id": []}, head_dim=8),
     "cwm": CwmConfig(
@@ -403,6 +412,8 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         topk_group=2,
         routed_scaling_factor=1.5,
     ),
+    # The first layer is dense.
+    "sarvam-moe": SarvamMoEConfig(**SIZES, **ROUTED, pad_token_id=None, head_dim=16),
     "dots1": Dots1Config(
         **SIZES,
         **ROUTED,
@@ -488,6 +499,15 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         moe_shared_expert_intermediate_size=24,
         routed_scaling_factor=1.5,
     ),
+    "nemotron-h-latents": NemotronHConfig(
+        **{n: v for n, v in SIZES.items() if n != "num_hidden_layers"},
+        **ROUTED,
+        pad_token_id=None,
+        layers_block_type=["full_attention", "moe", "mlp"],
+        head_dim=16,
+        moe_shared_expert_intermediate_size=24,
+        moe_latent_size=16,
+    ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False),
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -498,6 +518,7 @@ LINEAR = {
     "lfm2": ["in_proj"],
     "lfm2-moe": ["in_proj"],
     "nemotron-h": ["in_proj"],
+    "olmo-hybrid": ["g_proj", "b_proj", "a_proj"],
     "qwen3.5": IN_FOUR,
     "qwen3.5-moe": [*IN_FOUR, "shared_expert_gate"],
     "qwen3-next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
@@ -517,6 +538,7 @@ MIXTURES = (
     *("granite4", "gpt-oss", "mixtral", "minimax-m2", "dots1", "solar-open"),
     *("ernie4.5-moe", "granite-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite", "lfm2-moe"),
     *("nemotron-h", "mistral4", "exaone-moe", "granite-moe-shared", "granite-moe-swa", "llama4"),
+    *("sarvam-moe", "nemotron-h-latents"),
 )
 ONLY_EXPERTS = ("olmoe", "gpt-oss", "mixtral", "minimax-m2", "solar-open", "granite-moe")
 """The families whose layers have no MLP but experts. peft takes the names of the projections of
@@ -545,6 +567,7 @@ UNTIED = (
         "hyperclovax",
         "apertus",
         "helium",
+        "olmo-hybrid",
         "qwen3.5",
     ),
     *MIXTURES,
@@ -553,7 +576,7 @@ NEWER = (
     *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
     *("cohere2", "seed-oss", "exaone4", "hunyuan", "ernie4.5", "cwm", "granite-swa"),
     *("arcee", "hyperclovax", "youtu", "apertus", "helium", "vaultgemma"),
-    *("qwen3.5", "lfm2"),
+    *("qwen3.5", "lfm2", "olmo-hybrid"),
 )
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "deepseek-v3")
 """The families that differ most in what adapters meet. Each kind is tried on some of these;
@@ -620,10 +643,15 @@ class Kind:
             if "alora_invocation_tokens" in options:
                 others = [t for t in options["target_modules"] if t not in ("k_proj", "v_proj")]
                 options["target_modules"] = others
+        adapts_attention = "o_proj" in (options["target_modules"] or "")
+        rows_are_flat = "alora_invocation_tokens" in options  # where peft fails
+        if family == "nemotron-h-latents" and adapts_attention and not rows_are_flat:
+            around_experts = ["fc1_latent_proj", "fc2_latent_proj"]
+            options["target_modules"] = [*options["target_modules"], *around_experts]
         for names in FUSED.get(family, ()):
             options = {name: fused(value, *names) for name, value in options.items()}
         targets, parameters = options["target_modules"], options.get("target_parameters")
-        if family == "nemotron-h" and targets == "all-linear":
+        if family in NEMOTRON and targets == "all-linear":
             options["exclude_modules"] = ["out_proj"]  # which peft refuses in this family
         if family == "llama4" and targets == "all-linear":
             options["exclude_modules"] = ["router"]  # whose two outputs peft can't add to
@@ -662,6 +690,16 @@ LFM2 = dict.fromkeys(
         (r"^model\.norm", "model.embedding_norm"),
     ),
 )
+NEMOTRON = dict.fromkeys(
+    ("nemotron-h", "nemotron-h-latents"),
+    (
+        (r"\b(self_attn|mlp)\b", "mixer"),
+        (r"\bgate_up_proj\b", "up_proj"),
+        (r"\bembed_tokens\b", "embeddings"),
+        (r"^layernorm$", "1.norm"),
+        (r"^model\.norm$", "norm_f"),
+    ),
+)
 FUSED = {
     **LFM2,
     "deepseek-v2": (KEYS_AND_VALUES,),
@@ -674,13 +712,7 @@ FUSED = {
     "granite-moe": SPARSE,
     **dict.fromkeys(("granite4", "granite-moe-shared", "granite-moe-swa"), (*SPARSE, *SHARED_MLP)),
     "gpt-oss": (ROUTER,),
-    "nemotron-h": (
-        (r"\b(self_attn|mlp)\b", "mixer"),
-        (r"\bgate_up_proj\b", "up_proj"),
-        (r"\bembed_tokens\b", "embeddings"),
-        (r"^layernorm$", "1.norm"),
-        (r"^model\.norm$", "norm_f"),
-    ),
+    **NEMOTRON,
     "gemma4-moe": OF_LAYER,
     "llama4": ((r"\bmlp\.gate\.", "feed_forward.router."), (r"\bmlp\b", "feed_forward")),
 }

@@ -33,13 +33,14 @@ NAMES = dict(
             *("Granite 3", "Gemma 1", "Gemma 2", "Gemma 3", "Gemma 4", "GLM 4"),
             *("Cohere 2", "Seed-OSS", "EXAONE 4", "Hunyuan", "ERNIE 4.5", "CWM"),
             *("Granite SWA", "Arcee", "HyperCLOVA X", "Youtu", "Apertus", "Helium", "VaultGemma"),
-            *("Qwen 3.5", "LFM2"),
+            *("Qwen 3.5", "LFM2", "OLMo Hybrid"),
             *("Qwen 3 MoE", "Qwen 3.5 MoE", "Qwen 3 Next", "Qwen 2 MoE", "OLMoE"),
             *("GLM 4 MoE", "Gemma 4 MoE"),
             *("Granite 4", "gpt-oss", "Mixtral", "MiniMax M2", "dots.llm1", "Solar Open"),
             *("ERNIE 4.5 MoE", "Granite 3 MoE", "DeepSeek V2", "DeepSeek V3", "GLM 4.7 Flash"),
             *("LFM2 MoE", "Nemotron-H", "Mistral 4", "K-EXAONE"),
-            *("Granite MoE with a shared MLP", "Granite SWA MoE", "Llama 4"),
+            *("Granite MoE with a shared MLP", "Granite SWA MoE", "Llama 4", "Sarvam MoE"),
+            "Nemotron 3 Super",
         ),
         strict=True,
     )
@@ -64,13 +65,13 @@ kinds (`make exhaustive`). 16-bit types compute the same, with their rounding.
 """
 ALL = f"**Families.** *All* are {', '.join([*NAMES.values()][:-1])} and {[*NAMES.values()][-1]}."
 FAMILIES = """\
-- In the last 25, the mixtures of experts, these kinds apply to attention, dense layers and
+- In the last 27, the mixtures of experts, these kinds apply to attention, dense layers and
   shared experts. Experts have rows of their own.
 - In Phi 3, q, k and v are one projection, and so are gate and up; in GLM 4, Granite 4
   and Granite's mixtures with a shared MLP, only gate and up are. Arcee,
   Apertus and Nemotron-H have no gate.
-- In Qwen 3.5, its mixture and Qwen 3 Next, the kinds apply to linear attention too, in Granite 4
-  and Nemotron-H to Mamba layers, and in LFM2 and its mixture to the projections of short
+- In Qwen 3.5, its mixture, Qwen 3 Next and OLMo Hybrid, the kinds apply to linear attention too, in
+  Granite 4 and Nemotron-H to Mamba layers, and in LFM2 and its mixture to the projections of short
   convolutions.
 - In DeepSeek V2, DeepSeek V3, GLM 4.7 Flash, Mistral 4 and Youtu, keys and values are projected
   from latents. The kinds apply to all of these projections, except that an activated LoRA of

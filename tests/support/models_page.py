@@ -170,6 +170,7 @@ ROWS = [
     Row("SmolLM 3", "smollm3", ("SmolLM3",), tools="`hermes`", reasoning=THINK),
     Row("OLMo 2", "olmo2", ("Olmo2",), limits="no tools"),
     Row("OLMo 3", "olmo3", ("Olmo3",), tools="`olmo3`", reasoning=THINK),
+    Row("OLMo Hybrid", "olmo-hybrid", ("OlmoHybrid",)),
     Row("EXAONE 4", "exaone4", ("Exaone4",), tools="`hermes`", reasoning=THINK),
     Row(
         "K-EXAONE (EXAONE MoE)",
@@ -218,13 +219,13 @@ ROWS = [
     Row("LFM2, LFM2.5", "lfm2", ("Lfm2",), tools="`lfm2`", reasoning=THINK),
     Row("LFM2 MoE", "lfm2-moe", ("Lfm2Moe",), tools="`lfm2`", reasoning=THINK),
     Row(
-        "Nemotron-H, Nemotron Nano 2, 3 Nano",
+        "Nemotron-H, Nemotron Nano 2, 3 Nano, 3 Super",
         "nemotron-h",
         ("NemotronH",),
         tools="`nemotron_json`, `qwen3_coder`",
         reasoning=THINK,
-        limits="no `moe_latent_size`; no `mlp_bias` beside experts; `peft` itself refuses"
-        " `out_proj`",
+        limits="no `mlp_bias` beside experts; `peft` itself refuses `out_proj`; with"
+        " `moe_latent_size`, `fc1_latent_proj` and `fc2_latent_proj`, too",
     ),
     Row(
         "GLM 4 dense",
@@ -271,6 +272,7 @@ ROWS = [
         reasoning="`[THINK]`",
         limits="images refused where it is the text part of `Mistral3ForConditionalGeneration`",
     ),
+    Row("Sarvam MoE", "sarvam-moe", ("SarvamMoE",), limits="no tools"),
     Row(
         "Sarvam (MLA)",
         "deepseek-v3",

@@ -242,20 +242,31 @@ def _experts(moe: MoeConfig, hidden: int, i: int) -> list[Packed]:
     parts = (inner, inner) if moe.clamped_swiglu is None else (2 * inner,)
     if not moe.gated:
         one, parts = pair[1:], (inner,)
-    key, bias = f"{i}.experts_gate_up", moe.biased
+    key, bias, wide = f"{i}.experts_gate_up", moe.biased, moe.latent_size or hidden
     axes: tuple[Axis, Axis] = ("column", "row") if moe.expert_ranks == 1 else ("expert", "expert")
     turned = moe.transposed
-    gate_up = Packed(key, "experts", hidden, parts, one, bias, axes[0], transposed=turned)
+    gate_up = Packed(key, "experts", wide, parts, one, bias, axes[0], transposed=turned)
     num, router = moe.num_experts, _named(name, moe.router)
     return [
         Packed(f"{i}.router", "linear", hidden, (num,), router, bias, float32=moe.exact_router),
         *([replace(gate_up, names=pair)] if len(parts) == 2 else []),
         gate_up,
         Packed(
-            *(f"{i}.experts_down", "experts", inner, (hidden,), down, bias, axes[1]),
+            *(f"{i}.experts_down", "experts", inner, (wide,), down, bias, axes[1]),
             transposed=turned,
         ),
+        *(_latents(moe.latent_size, name, hidden, i) if moe.latent_size else ()),
         *(_shared_expert(moe, name, hidden, i) if moe.shared_size else ()),
+    ]
+
+
+def _latents(size: int, name: str, hidden: int, i: int) -> list[Packed]:
+    """The projections of a layer's input to what experts read, and of what they give to the layer's
+    output. Each rank has both whole."""
+    into, out = _named(name, "fc1_latent_proj"), _named(name, "fc2_latent_proj")
+    return [
+        Packed(f"{i}.latent_in", "linear", hidden, (size,), into),
+        Packed(f"{i}.latent_out", "linear", size, (hidden,), out),
     ]
 
 

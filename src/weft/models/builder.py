@@ -27,7 +27,7 @@ from weft.models.layers import (
     with_offset,
 )
 from weft.models.linear_attention import GroupNorm, LinearAttention, ShortConv, columns_of
-from weft.models.moe import DenseMlp, Experts, SharedExpert, SparseMlp, check_width
+from weft.models.moe import DenseMlp, Experts, Latents, SharedExpert, SparseMlp, check_width
 from weft.models.state_config import LinearConfig, ShortConvConfig
 from weft.models.weights import Weights
 
@@ -186,6 +186,9 @@ class LayerBuilder:
         correction_E = vectors[moe.correction_of(layer)].flatten() if moe.correction else None
         first = self.ranks.rank * moe.num_here if moe.expert_ranks > 1 else None
         mlp = SparseMlp(router, gate_up_E, down_E, moe, self.ops, activation)
+        if moe.latent_size:
+            into, out = (self.linear(f"{layer}.latent_{way}") for way in ("in", "out"))
+            mlp = replace(mlp, latents=Latents(into, out, self.ranks))
         return replace(mlp, shared=shared, scale_E=scale_E, first=first, correction_E=correction_E)
 
     def _dense_mlp(self, layer: int, of: str = "") -> DenseMlp:

@@ -174,6 +174,18 @@ _EXAONE_MOE = Family(
     ropes=_rope_in_windows,
     moe=mixtures.exaone_moe,
 )
+_GLM4_MOE = Family(
+    "glm4_moe",
+    no_windows,
+    attention_bias="attention_bias",
+    qk_norm="head",
+    qk_norm_if="use_qk_norm",
+    partial_rotary=True,
+    moe=mixtures.glm4_moe,
+)
+_SARVAM_MOE = replace(
+    _GLM4_MOE, model_type="sarvam_moe", names=PartNames(stored_qkv="query_key_value")
+)
 _GEMMA = biased(
     "gemma",
     partial(_gemma_windows, windows=no_windows),
@@ -340,15 +352,8 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=True,
         interleaved_rope=True,
     ),
-    "Glm4MoeForCausalLM": Family(
-        "glm4_moe",
-        no_windows,
-        attention_bias="attention_bias",
-        qk_norm="head",
-        qk_norm_if="use_qk_norm",
-        partial_rotary=True,
-        moe=mixtures.glm4_moe,
-    ),
+    "Glm4MoeForCausalLM": _GLM4_MOE,
+    "SarvamMoEForCausalLM": _SARVAM_MOE,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
@@ -400,6 +405,7 @@ FAMILIES: dict[str, Family] = {
 OTHERS = {
     "LlamaForCausalLM": (_INTERNLM3, _IQUEST_CODER),
     "DeepseekV3ForCausalLM": (SARVAM_MLA,),
+    "Glm4MoeForCausalLM": (_SARVAM_MOE,),
     "Mistral3ForConditionalGeneration": tuple(
         replace(family, text_of="mistral3", tied_by_text=True) for family in (_MINISTRAL3, MISTRAL4)
     ),

@@ -53,6 +53,9 @@ class PartNames(NamedTuple):
     """The norms of q and k, within attention."""
     last_norm: str = "model.norm"
     """The norm behind the last layer."""
+    stored_qkv: str = ""
+    """What checkpoints call one projection for q, k and v, within attention, where adapters have
+    three; "": they have three, too."""
     attention: str = "self_attn"
     """A layer's attention."""
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -101,6 +104,9 @@ class MoeConfig:
     checkpoints call the expert `shared_expert`; else the weight is 1."""
     shared_name: str = "shared_experts"
     """What checkpoints call a shared expert whose weight is 1."""
+    latent_size: int = 0
+    """The width of what experts read and give, if a projection of the layer's input comes before
+    them, and one to the layer's output after them; 0: they read the input and give the output."""
     exact_router: bool = False
     """Whether the router's weight and its logits are float32; else they have the model's dtype."""
     sigmoid: bool = False

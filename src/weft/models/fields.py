@@ -79,6 +79,7 @@ READ = frozenset(
         "model_type",
         "moe_intermediate_size",
         "moe_k",
+        "moe_latent_size",
         "moe_layers",
         "moe_layer_end_index",
         "moe_layer_interval",
@@ -294,7 +295,7 @@ _SIZES = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "vocab_size_per_layer_input"),
     *("conv_kernel", "mamba_head_dim", "mamba_num_heads", "n_groups", "ssm_state_size"),
-    "moe_shared_expert_intermediate_size",
+    *("moe_latent_size", "moe_shared_expert_intermediate_size"),
     *("mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_n_heads"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )

@@ -20,10 +20,18 @@ from weft.models.config import resolve_model
 
 _SAMPLED_BYTES, _SAMPLED_TENSORS = 64, 64
 _RENAMED = (
+    # OLMo Hybrid
     (".attention_layer_norm.", ".input_layernorm."),
     (".feedforward_layer_norm.", ".post_attention_layernorm."),
+    # Sarvam MoE
+    ("model.word_embeddings.", "model.embed_tokens."),
+    (".attention.query_key_value.", ".self_attn.query_key_value."),
+    (".attention.query_layernorm.", ".self_attn.q_norm."),
+    (".attention.key_layernorm.", ".self_attn.k_norm."),
+    (".attention.dense.", ".self_attn.o_proj."),
+    (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
 )
-"""Parts of names in files of OLMo Hybrid, and what transformers calls them."""
+"""Parts of names in files of some families, and what transformers calls them."""
 _CONVOLUTIONS = tuple(f".{part}_conv1d.weight" for part in "qkv")
 
 

@@ -34,6 +34,7 @@ from weft.models.share import share_of
 from weft.models.weights import (
     Place,
     Weights,
+    joint_places,
     place_of,
     place_of_bias,
     place_of_expert_bias,
@@ -174,6 +175,8 @@ def load_weights(
     weights = allocate_weights(shard, dtype, device, form, late)
     places = places_of(weights, shard, config.moe)
     whole = whole_places(weights, shard, config.moe)
+    if config.names.stored_qkv:
+        whole |= joint_places(weights, shard, config.names.stored_qkv)
     empty = partial(empty_linear, shard.own, dtype, device)
     linear = LinearMatrices(weights.matrices, places.values(), form, empty, fits if packs else None)
     unread = set(places)

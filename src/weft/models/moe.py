@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.core.errors import ConfigError
 from weft.kernels.activations import Activation
+from weft.kernels.collective.base import Ranks
 from weft.kernels.lora.base import ExpertStep, LoraStep
 from weft.kernels.ops import ExpertChoice, ExpertWeights, Ops, Product, choose_experts
 from weft.models.family import MoeConfig
@@ -125,6 +126,21 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, slots=True)
+class Latents:
+    """The projections around experts that read and give latents, which are narrower than tokens."""
+
+    into: Linear
+    out: Linear
+    ranks: Ranks
+
+    def after(self, y_TL: Tensor, step: StepContext) -> Tensor:
+        """The rank's part of the layer's output, (T, I), from its part of what the experts give. As
+        adapters may add a constant to the output, one rank has all of it, and others have zeros."""
+        y_TI = self.out.whole(self.ranks.sum(y_TL), step)
+        return torch.zeros_like(y_TI) if self.ranks.rank else y_TI
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A linear layer with one matrix for each expert."""
 
@@ -161,6 +177,7 @@ class SparseMlp:
     """The number of the first expert on this rank; None: all experts are."""
     correction_E: Tensor | None = None
     """What is added to the experts' weights for the choice alone; None: nothing."""
+    latents: Latents | None = None
 
     def __call__(self, x_TI: Tensor, step: StepContext, routed_TI: Tensor | None = None) -> Product:
         """`routed_TI`: what the router reads; None: x itself."""
@@ -171,11 +188,15 @@ class SparseMlp:
             logits_TE = logits.whole()
             weight_T1 = logits_TE.amax(1, keepdim=True).float().sigmoid()
             x_TI, logits = x_TI * weight_T1.to(x_TI.dtype), Product(logits_TE)
+        if self.latents is not None:
+            logits, x_TI = Product(logits.whole()), self.latents.into.whole(x_TI, step)
         y_TI = None
         if lora is None:
             y_TI = self.ops.mixture(x_TI, logits, self.choice, self.experts, self.activation)
         if y_TI is None:
             y_TI = self._sorted(x_TI, logits, lora)
+        if self.latents is not None:
+            y_TI = self.latents.after(y_TI, step)
         return Product(y_TI if shared_TI is None else y_TI + shared_TI)
 
     def _logits(self, x_TI: Tensor, step: StepContext) -> Product:

@@ -65,6 +65,7 @@ def _experts(hf: Any) -> MoeConfig | None:
         names=("mixer", "gate_proj", "up_proj", "down_proj"),
         shared_size=hf.moe_shared_expert_intermediate_size,
         shared_gated=False,
+        latent_size=hf.moe_latent_size or 0,
         exact_router=True,
         sigmoid=True,
         groups=(hf.n_group, hf.topk_group),

@@ -254,6 +254,24 @@ def _expert_places(
     return places
 
 
+def joint_places(weights: Weights, shard: Shard, stored: str) -> dict[str, tuple[Place, list[str]]]:
+    """For checkpoints with one projection for q, k and v, of the name `stored`: by name, the place
+    of its weight or bias, and the names in `places_of` that it replaces."""
+    found: dict[str, tuple[Place, list[str]]] = {}
+    for group in shard.whole.groups:
+        first, *others = group.packed.names
+        if not first.endswith(".q_proj") or not others:
+            continue
+        key, slices, name = group.packed.key, group.slices, first.removesuffix("q_proj") + stored
+        place = place_of(shard, slices, weights.dense(key))._replace(of=(key, 0))
+        places = {"weight": place}
+        if group.packed.bias:
+            places["bias"] = place_of_bias(shard, slices, weights.biases.get(key))
+        for end, place in places.items():
+            found[f"{name}.{end}"] = place, [f"{each}.{end}" for each in group.packed.names]
+    return found
+
+
 def whole_places(
     weights: Weights, shard: Shard, moe: MoeConfig | None
 ) -> dict[str, tuple[Place, list[str]]]:
