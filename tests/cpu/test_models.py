@@ -46,6 +46,7 @@ from transformers import (
     HyperCLOVAXConfig,
     InternLM3Config,
     IQuestCoderConfig,
+    Jais2Config,
     Lfm2Config,
     Lfm2MoeConfig,
     Llama4TextConfig,
@@ -56,6 +57,7 @@ from transformers import (
     Mistral4Config,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
@@ -246,6 +248,24 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "arcee": ArceeConfig(**SIZES, **YARN, head_dim=12),
     "arcee-tied-bias": ArceeConfig(
         **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "nemotron": NemotronConfig(**SIZES),
+    "nemotron-tied-bias": NemotronConfig(
+        **SIZES,
+        **rope("linear", factor=2.5, partial_rotary_factor=0.25),
+        head_dim=16,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "jais2": Jais2Config(**SIZES),
+    "jais2-tied-without-biases": Jais2Config(
+        **SIZES,
+        **YARN,
+        head_dim=12,
+        attention_bias=False,
+        mlp_bias=False,
+        tie_word_embeddings=True,
     ),
     "apertus": ApertusConfig(**SIZES, head_dim=12),
     "apertus-tied-bias": ApertusConfig(
@@ -1107,6 +1127,8 @@ AGAIN = {
     "hyperclovax-tied-bias",
     "youtu-untied-bias",
     "helium-tied-bias",
+    "nemotron-tied-bias",
+    "jais2-tied-without-biases",
 }
 """Configurations whose features others have too, in other families."""
 

@@ -56,6 +56,7 @@ from transformers import (
     HeliumConfig,
     HunYuanDenseV1Config,
     HyperCLOVAXConfig,
+    Jais2Config,
     Lfm2Config,
     Lfm2MoeConfig,
     Llama4TextConfig,
@@ -65,6 +66,7 @@ from transformers import (
     Mistral4Config,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
@@ -150,6 +152,8 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     ),
     "mistral": MistralConfig(**SIZES, sliding_window=24),
     "arcee": ArceeConfig(**SIZES | {"eos_token_id": []}, mlp_bias=True),
+    "nemotron": NemotronConfig(**SIZES, head_dim=16),
+    "jais2": Jais2Config(**SIZES),
     "apertus": ApertusConfig(
         **SIZES,
         head_dim=16,
@@ -567,15 +571,20 @@ UNTIED = (
         "hyperclovax",
         "apertus",
         "helium",
+        "nemotron",
+        "jais2",
         "olmo-hybrid",
         "qwen3.5",
     ),
     *MIXTURES,
 )
+UNBIASED_NORMS = tuple(name for name in FAMILIES if name not in ("nemotron", "jais2"))
+"""The families whose norms adapters can replace. Those of others have biases, too."""
 NEWER = (
     *("olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3", "gemma4", "glm4"),
     *("cohere2", "seed-oss", "exaone4", "hunyuan", "ernie4.5", "cwm", "granite-swa"),
     *("arcee", "hyperclovax", "youtu", "apertus", "helium", "vaultgemma"),
+    *("nemotron", "jais2"),
     *("qwen3.5", "lfm2", "olmo-hybrid"),
 )
 ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "deepseek-v3")
@@ -777,8 +786,8 @@ KINDS: dict[str, Kind] = {
     # peft makes no LoRA of targets that are saved.
     "modules_to_save: both": Kind(lora([*ATTENTION, *ENDS], modules_to_save=ENDS, use_dora=True)),
     "modules_to_save: a few rows": Kind(lora(modules_to_save=ENDS), change=restore_most_rows),
-    "modules_to_save: norms": Kind(lora(modules_to_save=["norm"])),
-    "modules_to_save: last norm": Kind(lora(modules_to_save=["model.norm"])),
+    "modules_to_save: norms": Kind(lora(modules_to_save=["norm"]), UNBIASED_NORMS),
+    "modules_to_save: last norm": Kind(lora(modules_to_save=["model.norm"]), UNBIASED_NORMS),
     "trainable_token_indices": Kind(lora(trainable_token_indices=[7, 3, 79])),
     "trainable_token_indices of both": Kind(
         lora(trainable_token_indices={"embed_tokens": [5, 0], "lm_head": [1, 30, 2]})

@@ -33,6 +33,7 @@ NAMES = dict(
             *("Granite 3", "Gemma 1", "Gemma 2", "Gemma 3", "Gemma 4", "GLM 4"),
             *("Cohere 2", "Seed-OSS", "EXAONE 4", "Hunyuan", "ERNIE 4.5", "CWM"),
             *("Granite SWA", "Arcee", "HyperCLOVA X", "Youtu", "Apertus", "Helium", "VaultGemma"),
+            *("Nemotron", "Jais 2"),
             *("Qwen 3.5", "LFM2", "OLMo Hybrid"),
             *("Qwen 3 MoE", "Qwen 3.5 MoE", "Qwen 3 Next", "Qwen 2 MoE", "OLMoE"),
             *("GLM 4 MoE", "Gemma 4 MoE"),
@@ -69,7 +70,7 @@ FAMILIES = """\
   shared experts. Experts have rows of their own.
 - In Phi 3, q, k and v are one projection, and so are gate and up; in GLM 4, Granite 4
   and Granite's mixtures with a shared MLP, only gate and up are. Arcee,
-  Apertus and Nemotron-H have no gate.
+  Apertus, Nemotron, Jais 2 and Nemotron-H have no gate.
 - In Qwen 3.5, its mixture, Qwen 3 Next and OLMo Hybrid, the kinds apply to linear attention too, in
   Granite 4 and Nemotron-H to Mamba layers, and in LFM2 and its mixture to the projections of short
   convolutions.

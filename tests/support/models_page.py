@@ -192,6 +192,13 @@ ROWS = [
     Row("Helium", "helium", ("Helium",), limits="no tools"),
     Row("CWM", "cwm", ("Cwm",), reasoning=THINK, limits="no tools"),
     Row("Apertus", "apertus", ("Apertus",), limits="no tools"),
+    Row(
+        "Nemotron 4, Minitron",
+        "nemotron",
+        ("Nemotron",),
+        limits="no tools; norms can't be replaced by adapters",
+    ),
+    Row("Jais 2", "jais2", ("Jais2",), limits="no tools; norms can't be replaced by adapters"),
     Row("Arcee (AFM)", "arcee", ("Arcee",), limits="no tools"),
     Row("OLMoE", "olmoe", ("Olmoe",), limits="no tools; no `clip_qkv`"),
     Row(

@@ -178,6 +178,8 @@ def _vectors(config: ModelConfig) -> list[Vector]:
         shapes = [(1,) if ".alpha_" in name else () for name in of_layers]
         return [Vector(name, shape, shape) for name, shape in zip(of_layers, shapes, strict=True)]
     found: list[Vector] = []
+    if config.norm_bias:
+        found += [Vector(f"{name}.bias", (size,), (size,)) for name, size in _norms(config)]
     if config.moe is not None and config.moe.correction:
         moe = config.moe
         size = (*(1,) * (moe.correction_dims - 1), moe.num_experts)

@@ -78,7 +78,8 @@ class LayerBuilder:
         eps = config.norm_eps if eps is None else eps
         weight_I = with_offset(self.weights.norms[name], config.norm_offset, factor)
         offset, centered = config.norm_offset, config.centered_norms
-        return RowNorm(weight_I, eps, index, self.ops, self.ranks, offset, centered, factor)
+        norm = RowNorm(weight_I, eps, index, self.ops, self.ranks, offset, centered, factor)
+        return replace(norm, bias_I=self.weights.vectors.get(f"{name}.bias"))
 
     def norms_of(self, layer: int) -> list[RowNorm]:
         """The norms around attention and MLP, in the order of their use. A norm whose output is

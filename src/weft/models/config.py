@@ -93,7 +93,9 @@ class ModelConfig:
     norm_offset: float = 0.0
     """What is added to the weights of norms before they multiply."""
     centered_norms: bool = False
-    """Whether norms are LayerNorms without a bias; else they are RMS norms."""
+    """Whether norms are LayerNorms; else they are RMS norms."""
+    norm_bias: bool = False
+    """Whether norms have biases."""
     sinks: bool = False
     """Whether attention has sinks: a score for each head, without a value, in its softmax."""
     layers: tuple[LayerShape, ...] = ()
@@ -354,6 +356,7 @@ def _build(
         scales=family.scales(hf),
         norm_offset=family.norm_offset,
         centered_norms=family.centered_norms,
+        norm_bias=family.norm_bias,
         sinks=family.sinks,
         layers=layers,
         value_norm=family.value_norm,

@@ -174,6 +174,18 @@ _EXAONE_MOE = Family(
     ropes=_rope_in_windows,
     moe=mixtures.exaone_moe,
 )
+_NEMOTRON = biased(
+    "nemotron",
+    no_windows,
+    mlp_bias="mlp_bias",
+    mlp_names=UNGATED_MLP_NAMES,
+    activation="relu2",
+    partial_rotary=True,
+    centered_norms=True,
+    norm_bias=True,
+    norm_offset=1.0,
+    norm_eps="norm_eps",
+)
 _GLM4_MOE = Family(
     "glm4_moe",
     no_windows,
@@ -233,6 +245,14 @@ FAMILIES: dict[str, Family] = {
     "IQuestCoderForCausalLM": _IQUEST_CODER,
     "ArceeForCausalLM": biased(
         "arcee", no_windows, mlp_bias="mlp_bias", mlp_names=UNGATED_MLP_NAMES, activation="relu2"
+    ),
+    "NemotronForCausalLM": _NEMOTRON,
+    "Jais2ForCausalLM": replace(
+        _NEMOTRON,
+        model_type="jais2",
+        partial_rotary=False,
+        norm_offset=0.0,
+        norm_eps="layer_norm_eps",
     ),
     "ApertusForCausalLM": biased(
         "apertus",

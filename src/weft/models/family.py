@@ -280,7 +280,9 @@ class Family:
     norm_offset: float = 0.0
     """What is added to the weights of norms."""
     centered_norms: bool = False
-    """Whether norms are LayerNorms without a bias."""
+    """Whether norms are LayerNorms."""
+    norm_bias: bool = False
+    """Whether norms have biases, which no adapter changes."""
     mtp_head: bool = False
     """Whether checkpoints may have a multi-token prediction head: see `weft.models.mtp`."""
     sinks: bool = False

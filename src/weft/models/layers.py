@@ -60,9 +60,11 @@ class RowNorm:
     offset: float = 0.0
     """What is added to an adapter's weights."""
     centered: bool = False
-    """Whether it is a LayerNorm without a bias; else it is an RMS norm."""
+    """Whether it is a LayerNorm; else it is an RMS norm."""
     factor: float = 1.0
     """What the output is multiplied by. An adapter's own weights do not include it."""
+    bias_I: Tensor | None = None
+    """What is added to the output, also where an adapter has weights of its own; None: nothing."""
 
     def __call__(
         self,
@@ -87,7 +89,7 @@ class RowNorm:
                 y_TI[start:stop] = self.ops.rms_norm(
                     x_TI[start:stop], weight_I, self.eps, centered=self.centered
                 )
-        return y_TI
+        return y_TI if self.bias_I is None else y_TI.add_(self.bias_I)
 
     def weights(self, num_rows: int, step: StepContext) -> Tensor:
         """`weight_I`, if it is for all rows; else each row's weights, (T, I)."""
