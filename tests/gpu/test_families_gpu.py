@@ -80,7 +80,7 @@ def config_of(family: str) -> PreTrainedConfig:
     config = copy.deepcopy(FAMILIES[family])
     if getattr(config, "moe_intermediate_size", None):
         config.moe_intermediate_size = 24
-    elif config.model_type == "minimax_m2":
+    elif config.model_type in ("minimax_m2", "llama4_text"):
         config.intermediate_size = 24
     return config
 

@@ -36,7 +36,7 @@ _CONVOLUTIONS = tuple(f".{part}_conv1d.weight" for part in "qkv")
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined:
+class _JoinedTensors:
     """Tensors of a file one behind the other, read like one of its tensors."""
 
     parts: tuple[Any, ...]
@@ -70,7 +70,7 @@ def stored_tensors(folder: Path, device: torch.device | str) -> dict[str, Any]:
         parts = tuple(name.replace(_CONVOLUTIONS[0], end) for end in _CONVOLUTIONS)
         if name.endswith(_CONVOLUTIONS[0]) and found.keys() >= set(parts):
             whole = name.replace(_CONVOLUTIONS[0], ".conv1d.weight")
-            found[whole] = _Joined(tuple(found.pop(part) for part in parts))
+            found[whole] = _JoinedTensors(tuple(found.pop(part) for part in parts))
     return found
 
 

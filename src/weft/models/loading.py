@@ -175,8 +175,7 @@ def load_weights(
     weights = allocate_weights(shard, dtype, device, form, late)
     places = places_of(weights, shard, config.moe)
     whole = whole_places(weights, shard, config.moe)
-    if config.names.stored_qkv:
-        whole |= joint_places(weights, shard, config.names.stored_qkv)
+    whole |= joint_places(weights, shard, config.names.stored_qkv)
     empty = partial(empty_linear, shard.own, dtype, device)
     linear = LinearMatrices(weights.matrices, places.values(), form, empty, fits if packs else None)
     unread = set(places)

@@ -256,9 +256,10 @@ def _expert_places(
 
 def joint_places(weights: Weights, shard: Shard, stored: str) -> dict[str, tuple[Place, list[str]]]:
     """For checkpoints with one projection for q, k and v, of the name `stored`: by name, the place
-    of its weight or bias, and the names in `places_of` that it replaces."""
+    of its weight or bias, and the names in `places_of` that it replaces. There is none if `stored`
+    is empty."""
     found: dict[str, tuple[Place, list[str]]] = {}
-    for group in shard.whole.groups:
+    for group in shard.whole.groups if stored else ():
         first, *others = group.packed.names
         if not first.endswith(".q_proj") or not others:
             continue
