@@ -19,9 +19,10 @@ from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import LoraStep
 from weft.kernels.lora.extras import ExtrasStep
 from weft.kernels.lora.grouped import GroupedStep
-from weft.models.config import load_model_config, share_of
+from weft.models.config import load_model_config
 from weft.models.decoder import allocate_kv_cache, kv_bytes_per_block
 from weft.models.loading import dummy_weights, load_model, load_weights
+from weft.models.share import share_of
 
 OPTIONS = {"skip_tokenizer_init": True, "dtype": "float32", "num_blocks": 64, "block_size": 4}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,13 +81,15 @@ def test_each_rank_reads_and_computes_its_share(
     make_base(shape, tmp_path)
     tensors = add_head(tmp_path, right=False)
     read: list[int] = []
-    stored_tensors = loading._stored_tensors
+    stored_tensors = loading.stored_tensors
 
-    def counted(*args: Any) -> Iterator[tuple[str, Any]]:
-        for name, stored in stored_tensors(*args):
-            yield name, Counted(stored, read) if name.startswith("mtp.") else stored
+    def counted(*args: Any) -> dict[str, Any]:
+        return {
+            name: Counted(stored, read) if name.startswith("mtp.") else stored
+            for name, stored in stored_tensors(*args).items()
+        }
 
-    monkeypatch.setattr(loading, "_stored_tensors", counted)
+    monkeypatch.setattr(loading, "stored_tensors", counted)
     args = ModelArgs(str(tmp_path), device="cpu", dtype="float32", quantization=quantization)
     whole_logits, whole_keys = draft(load_model(args, mtp_head=True), ALONE)
     replicated = ["fc.weight", "gate.weight", *(["k_proj", "v_proj"] if num_keys == 1 else [])]

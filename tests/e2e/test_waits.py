@@ -54,7 +54,7 @@ warm_up = {
     "decodes": lambda: paged.decode_rows.warmup(
         bf, bf, bf, bf, f32, f32, i32, i32, i32, bf, i32, 0.1, 0, 4096, 64, 8, G=4, D=128,
         BLOCK_D=128, BLOCK_G=16, HEADS=8, BLOCK_N=32, BLOCK_SIZE=16, PARTS=1, LEAST=256, PAIRS=True,
-        WINDOW=False, SINKS=False, CAP=0.0, num_warps=4, **early,
+        WINDOW=False, CHUNKED=False, SINKS=False, CAP=0.0, num_warps=4, **early,
     ),
     "sums": lambda: sums.sum_rows.warmup(
         bf, bf, bf, bf, f32, i32, i64, i32, 7, 1e-5, 1.0, WIDTH=4096, BLOCK=4096, ROW=4096,
