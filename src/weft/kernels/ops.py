@@ -376,8 +376,9 @@ class Ops:
         return q_THD[..., :-R]
 
     def absorb(self, x_THI: Tensor, weight_HIO: Tensor, y_THO: Tensor) -> None:
-        """Write the product of each head's rows with its matrix to y. x and y have unit stride
-        along their last dimension. For `weft.models.latent_attention`."""
+        """Write to y (T, H, O) the products of the rows of each head, x (T, H, I), with the head's
+        matrix (H, I, O). x and y have unit stride along their last dimension. For
+        `weft.models.latent_attention`."""
         torch.bmm(x_THI.transpose(0, 1), weight_HIO, out=y_THO.transpose(0, 1))
 
     def apply_gates(self, x_THD: Tensor, qkv: Product) -> Tensor:

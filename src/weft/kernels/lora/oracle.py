@@ -88,10 +88,8 @@ class ImageStep(LoraStep):
         return out_THN
 
     def absorbed_keys(self, y_THL: Tensor, q_THN: Tensor, group: int) -> None:
-        product_HOL, own = (
-            self._absorbed(group, q_THN.shape[1]).product_HOL,
-            slice(self._first, None),
-        )
+        product_HOL = self._absorbed(group, q_THN.shape[1]).product_HOL
+        own = slice(self._first, None)
         if product_HOL is not None:
             keys_HNL = product_HOL[:, : q_THN.shape[2]]
             y_THL[own] += torch.einsum("thn,hnl->thl", q_THN[own].float(), keys_HNL).to(y_THL)
