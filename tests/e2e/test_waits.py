@@ -23,6 +23,7 @@ import weft.kernels.collective.triton_sums as sums
 import weft.kernels.lora.triton_beside as beside
 import weft.kernels.lora.triton_many as many
 import weft.kernels.lora.triton_ranks as ranks
+import weft.kernels.triton_experts as experts
 import weft.kernels.triton_linear as linear
 from weft.kernels.tuned import Blocks
 
@@ -50,6 +51,11 @@ warm_up = {
         bf, f32, f32, i32, bf, i32, i64, i64, i32, i64, i32, 4096, 1, 528, 0, 0, 4, 7, O=4096,
         PER_TILE=beside.PER_TILE, TURNS=linear.TURNS, COUNTERS=512, WIDTHS=(4096,), BLOCK_N=128,
         SHRINK_STAGES=3, EXPAND_STAGES=4, num_warps=4, **ranks.ALONE, **common, **early,
+    ),
+    "gate and up": lambda: experts._gate_up.warmup(
+        bf, bf, bf, i64, bf, 7, 32, 2880, 1.7, 7.0, I=2880, F=2880, TOP_K=4, BLOCK_T=16,
+        BLOCK_TOP=4, BLOCK_R=16, BLOCK_O=64, BLOCK_K=64, STAGES=10, BY_PAIR=True, CLAMPED=True,
+        GELU=False, GATED=True, BIAS=True, EXACT=False, num_warps=4, **early,
     ),
     "decodes": lambda: paged.decode_rows.warmup(
         bf, bf, bf, bf, f32, f32, i32, i32, i32, bf, i32, 0.1, 0, 4096, 64, 8, G=4, D=128,
@@ -102,6 +108,14 @@ def test_programs_without_a_row_wait_too(
     ways_out = last.split("ret;")[:-1]
     assert ptx.count("griddepcontrol.wait") == 2
     assert ways_out and "griddepcontrol.wait" in ways_out[0]
+
+
+def test_experts_are_chosen_before_the_second_product_may_begin(
+    run_without_device: RunWithoutDevice, tmp_path: Path
+) -> None:
+    """The second product reads which experts were chosen before the first one has ended."""
+    ptx = compiled("gate and up", tmp_path, run_without_device)
+    assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
 
 
 def test_sums_over_ranks_wait_before_they_send(

@@ -33,6 +33,12 @@ def launch_options(early: bool) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
 
+ALL_AT_ONCE = {"maxnreg": 128}
+"""An option of a launch of at most 16 warps, for small kernels, which mostly wait for memory. The
+assembler then uses as many registers as it takes to ask for everything at once. Without this limit
+it saves registers, although nobody needs them, so that loads wait for each other."""
+
+
 @cache
 def processors(device: torch.device) -> int:
     """How many programs the device runs side by side, one for each of its processors."""
@@ -134,9 +140,24 @@ def has_pending(slot_at, PENDING: tl.constexpr):
 
 
 @triton.jit
-def with_pending(y, add_at, has, mask, PENDING: tl.constexpr):
-    """y and what adapters add to it; see `weft.kernels.ops`."""
+def load_pending(add_at, mask, PENDING: tl.constexpr):
+    """What adapters add to columns of a row, fp32; see `weft.kernels.ops`. Kernels load it, and
+    all else, before they compute anything: a load that comes later waits for those before it."""
+    add = 0.0
     if PENDING:
         add = tl.load(add_at, mask=mask, other=0.0)
+    return add
+
+
+@triton.jit
+def plus_pending(y, add, has, PENDING: tl.constexpr):
+    """y with what adapters add to it, if there is anything."""
+    if PENDING:
         y = tl.where(has, (y.to(tl.float32) + add).to(y.dtype), y)
     return y
+
+
+@triton.jit
+def with_pending(y, add_at, has, mask, PENDING: tl.constexpr):
+    """y with what adapters add to it, which is loaded here."""
+    return plus_pending(y, load_pending(add_at, mask, PENDING), has, PENDING)

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from weft.core.numbers import next_power_of_2
 from weft.kernels.ops import ExpertChoice, Product
-from weft.kernels.triton_base import has_pending, launch_options, starts_early, with_pending
+from weft.kernels.triton_base import (
+    ALL_AT_ONCE,
+    has_pending,
+    launch_options,
+    starts_early,
+    with_pending,
+)
 
 
 @triton.jit
@@ -143,6 +149,7 @@ def choose_experts(
         BEST_TWO=choice.best_of_group == 2,
         LEAST_SUM=choice.least_sum,
         num_warps=1 if block <= 128 else 4,
+        **ALL_AT_ONCE,
         **launch_options(starts_early(logits_TE.device)),
     )
     return weight_TK, expert_TK

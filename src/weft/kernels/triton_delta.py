@@ -19,6 +19,7 @@ from weft.core.numbers import cdiv
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows
 from weft.kernels.ops import Product
 from weft.kernels.triton_base import (
+    ALL_AT_ONCE,
     has_pending,
     launch_options,
     processors,
@@ -153,6 +154,14 @@ def _decode(
     v_at = 2 * G * D + h * E + e
     for nth in tl.range(-lag, count, disable_licm=True):
         position = first + nth
+        of_head = kept + position % R * (C + 2 * H) + C + h
+        if not MAMBA:
+            b = _of_head(
+                y_row + b_c, add_row + b_c, has, of_head, position, first, y_stride, PENDING
+            )
+        a = _of_head(
+            y_row + a_c, add_row + a_c, has, of_head + H, position, first, y_stride, PENDING
+        )
         q = _convolved(
             y_row + q_c, add_row + q_c, has, kept + q_at, weight_ptr + q_at, bias_ptr + q_at,
             position, first, d, D, y_stride, C, H, W, R, BIAS, PENDING,
@@ -168,14 +177,6 @@ def _decode(
         if not MAMBA:
             q *= 1 / tl.sqrt((tl.sum(q * q) + 1e-6) * D)
             k *= 1 / tl.sqrt(tl.sum(k * k) + 1e-6)
-        of_head = kept + position % R * (C + 2 * H) + C + h
-        if not MAMBA:
-            b = _of_head(
-                y_row + b_c, add_row + b_c, has, of_head, position, first, y_stride, PENDING
-            )
-        a = _of_head(
-            y_row + a_c, add_row + a_c, has, of_head + H, position, first, y_stride, PENDING
-        )
         S *= tl.exp(decay(a, log_a, dt_bias))
         if MAMBA:
             change = v * time_step(a, dt_bias)
@@ -229,24 +230,24 @@ def _give_out(
     row = tl.load(decodes_ptr + 4 * n).to(tl.int64) + only
     state = tl.load(decodes_ptr + 4 * n + 1).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     known = only < tl.where(state < 0, 0, 1)
     ok = known[:, None] & (e < E)[None, :]
     has = known
     if PENDING:
         has = tl.load(add_slot_ptr + row, mask=known, other=-1) >= 0
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(read_ptr + (n * H + h) * E + e[None, :], mask=ok, other=0.0)
     x = gated_norm(
         x, y_ptr, add_ptr, norm_or_skip_ptr, row, has[:, None], ok, h, y_stride, eps,
         COLUMNS, G, H, E, MAMBA, PENDING,
     )  # fmt: skip
-    out_at = out_ptr + (row * H + h)[:, None] * E + e[None, :]
-    tl.store(out_at, x, mask=(row >= 0)[:, None] & (e < E)[None, :])
     keep_inputs(
         y_ptr, add_ptr, kept_ptr, position_ptr, state, row, has[:, None], known, h,
         y_stride, C, COLUMNS, G, H, D, E, R, BLOCK_D, BLOCK_E, PENDING,
     )  # fmt: skip
+    out_at = out_ptr + (row * H + h)[:, None] * E + e[None, :]
+    tl.store(out_at, x, mask=(row >= 0)[:, None] & (e < E)[None, :])
 
 
 def gated_delta(
@@ -291,5 +292,6 @@ def _run_decodes(
     )  # fmt: skip
     _give_out[N, H](
         *inputs, read_NHE, out_TO, cache.inputs, own, decodes, positions_T,
-        y_TO.stride(0), C, layer.eps, **sizes, BLOCK_E=block_of(E), num_warps=1, **options,
+        y_TO.stride(0), C, layer.eps, **sizes, BLOCK_E=block_of(E), num_warps=1,
+        **ALL_AT_ONCE, **options,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.triton_base import dot, with_pending
+from weft.kernels.triton_base import dot, load_pending, plus_pending, with_pending
 from weft.kernels.triton_delta_solve import inverse_of, owed_by, strengths
 
 
@@ -82,28 +82,31 @@ def keep_inputs(
     from_at = row[:, None] * y_stride
     in_e = kept[:, None] & (e < E)[None, :]
     v_at = from_at + COLUMNS[4] + g * COLUMNS[5] + h % share * E + e[None, :]
-    v = tl.load(y_ptr + v_at, mask=in_e, other=0.0)
-    v = with_pending(v, add_ptr + v_at, has, in_e, PENDING)
-    tl.store(kept_at + 2 * G * D + h * E + e[None, :], v, mask=in_e)
     b_at = from_at + COLUMNS[8] + g * COLUMNS[9] + h % share
     a_at = from_at + COLUMNS[10] + g * COLUMNS[11] + h % share
+    d = tl.arange(0, BLOCK_D)
+    in_d = kept[:, None] & (d < tl.where(h % share == 0, D, 0))[None, :]
+    q_at = from_at + COLUMNS[0] + g * COLUMNS[1] + d[None, :]
+    k_at = from_at + COLUMNS[2] + g * COLUMNS[3] + d[None, :]
+    # All is loaded before anything is stored, as a load behind a store would wait for its turn.
+    v = tl.load(y_ptr + v_at, mask=in_e, other=0.0)
     b = tl.load(y_ptr + b_at, mask=kept[:, None], other=0.0)
     a = tl.load(y_ptr + a_at, mask=kept[:, None], other=0.0)
-    b = with_pending(b, add_ptr + b_at, has, kept[:, None], PENDING)
-    a = with_pending(a, add_ptr + a_at, has, kept[:, None], PENDING)
-    tl.store(kept_at + C + h, b, mask=kept[:, None])
-    tl.store(kept_at + C + H + h, a, mask=kept[:, None])
-    if h % share == 0:
-        d = tl.arange(0, BLOCK_D)
-        in_d = kept[:, None] & (d < D)[None, :]
-        q_at = from_at + COLUMNS[0] + g * COLUMNS[1] + d[None, :]
-        k_at = from_at + COLUMNS[2] + g * COLUMNS[3] + d[None, :]
-        q = tl.load(y_ptr + q_at, mask=in_d, other=0.0)
-        k = tl.load(y_ptr + k_at, mask=in_d, other=0.0)
-        q = with_pending(q, add_ptr + q_at, has, in_d, PENDING)
-        k = with_pending(k, add_ptr + k_at, has, in_d, PENDING)
-        tl.store(kept_at + g * D + d[None, :], q, mask=in_d)
-        tl.store(kept_at + (G + g) * D + d[None, :], k, mask=in_d)
+    q = tl.load(y_ptr + q_at, mask=in_d, other=0.0)
+    k = tl.load(y_ptr + k_at, mask=in_d, other=0.0)
+    v_add = load_pending(add_ptr + v_at, in_e, PENDING)
+    b_add = load_pending(add_ptr + b_at, kept[:, None], PENDING)
+    a_add = load_pending(add_ptr + a_at, kept[:, None], PENDING)
+    q_add = load_pending(add_ptr + q_at, in_d, PENDING)
+    k_add = load_pending(add_ptr + k_at, in_d, PENDING)
+    v = plus_pending(v, v_add, has, PENDING)
+    tl.store(kept_at + 2 * G * D + h * E + e[None, :], v, mask=in_e)
+    tl.store(kept_at + C + h, plus_pending(b, b_add, has, PENDING), mask=kept[:, None])
+    tl.store(kept_at + C + H + h, plus_pending(a, a_add, has, PENDING), mask=kept[:, None])
+    q = plus_pending(q, q_add, has, PENDING)
+    k = plus_pending(k, k_add, has, PENDING)
+    tl.store(kept_at + g * D + d[None, :], q, mask=in_d)
+    tl.store(kept_at + (G + g) * D + d[None, :], k, mask=in_d)
 
 
 @triton.jit(do_not_specialize=["num_runs"])

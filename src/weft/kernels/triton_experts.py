@@ -27,6 +27,7 @@ from weft.kernels.triton_base import (
     INTERPRETED,
     activated,
     activated_alone,
+    ask_for,
     dot,
     launch_options,
     meeting_place,
@@ -56,10 +57,12 @@ def _tokens_of(
     t = tl.arange(0, BLOCK_T)[:, None]
     k = tl.arange(0, BLOCK_K)[None, :]
     pair = t * TOP_K + k
-    experts = tl.load(expert_ptr + pair, mask=(t < T) & (k < TOP_K), other=-1).to(tl.int32)
+    there = (t < T) & (k < TOP_K)
+    # Past the first-level cache, which may have what an earlier layer wrote there.
+    experts = tl.load(expert_ptr + pair, mask=there, other=-1, cache_modifier=".cg").to(tl.int32)
     expert = place
     if BY_PAIR:
-        expert = tl.load(expert_ptr + place).to(tl.int32)
+        expert = tl.load(expert_ptr + place, cache_modifier=".cg").to(tl.int32)
     hits = tl.where(experts == expert, 1, 0)
     count = tl.sum(tl.sum(hits, 1), 0)
     if BY_PAIR:
@@ -133,9 +136,9 @@ def _gate_up(
     BLOCK_O rows of its matrix, a row of gate and the same one of up in turns. If not GATED, all
     rows are of up, and out = activation(up), without biases. Activations are as in
     `weft.kernels.triton_base`."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:  # `_down` begins when the experts have been chosen
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     HALF: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     TILES: tl.constexpr = F // HALF
     OUTPUTS: tl.constexpr = 2 * F if GATED else F
@@ -200,6 +203,7 @@ def _down(
     BY_PAIR: tl.constexpr,
     BIAS: tl.constexpr,
     SOME: tl.constexpr,
+    AHEAD: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -209,7 +213,6 @@ def _down(
     each token's choices."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     TILES: tl.constexpr = I // BLOCK_O
     place = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
@@ -218,6 +221,10 @@ def _down(
     )
     o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
     w_at = w_ptr + (expert.to(tl.int64) * I + o) * F
+    if PDL:  # what `_gate_up` writes is read from here on
+        if count > 0:
+            ask_for(w_at[:, None] + 64 * tl.arange(0, AHEAD)[None, :])
+        tl.extra.cuda.gdc_wait()
     for first in range(0, count, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         there = r < count
@@ -264,6 +271,8 @@ class ExpertCut:
 
 ROWS = 16
 """Tokens of an expert that a program takes at a time."""
+AHEAD = 2
+"""How many lines of 128 bytes of each row of its weights a program of `_down` asks for early."""
 
 
 def _cut(inputs: int) -> ExpertCut:
@@ -333,6 +342,6 @@ def mlp(
     _down[places * (I // cut.columns),](
         inner_PF, experts.down_EIF, out_TI if bias_EI is None else bias_EI, expert_TK, weight_TK,
         parts_PI, tickets, out_TI, T, E, places, BIAS=bias_EI is not None,
-        SOME=experts.first is not None, **cut.constants, **common,
+        SOME=experts.first is not None, AHEAD=AHEAD, **cut.constants, **common,
     )  # fmt: skip
     return out_TI

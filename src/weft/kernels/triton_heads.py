@@ -16,7 +16,14 @@ from torch import Tensor
 from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.ops import Product, Rope
-from weft.kernels.triton_base import has_pending, processors, with_pending
+from weft.kernels.triton_base import (
+    ALL_AT_ONCE,
+    has_pending,
+    load_pending,
+    plus_pending,
+    processors,
+    with_pending,
+)
 
 
 @triton.jit
@@ -69,7 +76,6 @@ def _rope_and_write(
     slot = tl.load(slot_ptr + t)
     written = d < tl.where(slot < 0, 0, D)
     columns = H * Q + (tl.num_programs(1) * TURNS * HEADS - H) * D
-    turns = d < R
     swapped_d = tl.where(d < R // 2, d + R // 2, d - R // 2)
     if INTERLEAVED:
         swapped_d = d ^ 1
@@ -80,22 +86,27 @@ def _rope_and_write(
         if first >= H:
             column = H * Q + (n - H) * D
         at = qkv_ptr + t * row_stride + column
+        turns = d < tl.where(first < H + K, R, 0)
         x = tl.load(at + d, mask=ok, other=0.0)
+        other = tl.load(at + swapped_d, mask=turns, other=0.0)
         add_at = add_ptr + t * columns + column
-        x = with_pending(x, add_at + d, has, ok, PENDING)
+        add = load_pending(add_at + d, ok, PENDING)
+        other_add = load_pending(add_at + swapped_d, turns, PENDING)
+        cos = tl.load(cos_ptr + t * table_stride + d, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + t * table_stride + d, mask=turns, other=0.0).to(tl.float32)
+        if NORM:
+            norm_at = norm_ptr + t * norm_stride + n * D
+            has_norm = d < tl.where(NORM_V or first < H + K, D, 0)
+            weight = tl.load(norm_at + d, mask=has_norm, other=0.0).to(tl.float32)
+            other_weight = tl.load(norm_at + swapped_d, mask=turns, other=0.0).to(tl.float32)
+        x = plus_pending(x, add, has, PENDING)
         if first < H + K:
-            swapped = tl.load(at + swapped_d, mask=turns, other=0.0)
-            swapped = with_pending(swapped, add_at + swapped_d, has, turns, PENDING)
-            swapped = swapped.to(tl.float32)
+            swapped = plus_pending(other, other_add, has, PENDING).to(tl.float32)
             y = x.to(tl.float32)
             if NORM:
                 scale = 1 / tl.sqrt(tl.sum(y * y, 1) / D + eps)[:, None]
-                norm_at = norm_ptr + t * norm_stride + n * D
-                y = y * scale * tl.load(norm_at + d, mask=ok, other=0.0).to(tl.float32)
-                norm = tl.load(norm_at + swapped_d, mask=turns, other=0.0)
-                swapped = swapped * scale * norm.to(tl.float32)
-            cos = tl.load(cos_ptr + t * table_stride + d, mask=turns, other=1.0).to(tl.float32)
-            sin = tl.load(sin_ptr + t * table_stride + d, mask=turns, other=0.0).to(tl.float32)
+                y = y * scale * weight
+                swapped = swapped * scale * other_weight
             y = (y * cos + swapped * sin).to(x.dtype)
             if first < H:
                 # One warp: if it is written where it comes from, both of each pair have been read.
@@ -105,9 +116,8 @@ def _rope_and_write(
         else:
             if NORM_V:
                 value = x.to(tl.float32)
-                weight = tl.load(norm_ptr + t * norm_stride + n * D + d, mask=ok, other=0.0)
                 value = value / tl.sqrt(tl.sum(value * value, 1) / D + eps)[:, None]
-                x = (value * weight.to(tl.float32)).to(x.dtype)
+                x = (value * weight).to(x.dtype)
             tl.store(v_ptr + (slot * K + n - H - K) * D + d, x, mask=written)
 
 
@@ -207,6 +217,7 @@ def rope_and_write(
             INTERLEAVED=interleaved,
             PENDING=qkv.pending is not None,
             num_warps=1,
+            **ALL_AT_ONCE,
             **options,
         )
     return q_THD
@@ -230,6 +241,7 @@ def apply_gates(x_THD: Tensor, qkv: Product, options: dict[str, bool]) -> Tensor
             BLOCK=next_power_of_2(D),
             PENDING=qkv.pending is not None,
             num_warps=4,
+            **ALL_AT_ONCE,
             **options,
         )
     return x_THD

@@ -17,7 +17,13 @@ from torch import Tensor
 from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.ops import Product, Rope
-from weft.kernels.triton_base import INTERPRETED, dot, has_pending, with_pending
+from weft.kernels.triton_base import (
+    ALL_AT_ONCE,
+    INTERPRETED,
+    dot,
+    has_pending,
+    with_pending,
+)
 
 HEADS = 8
 """How many heads' queries a program rotates."""
@@ -95,16 +101,14 @@ def _write_latents(
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     has = has_pending(add_slot_ptr + t, PENDING)
+    slot = tl.load(slot_ptr + t)  # no kernel of a step writes it
     if PDL:
         tl.extra.cuda.gdc_wait()
     if tl.program_id(1) == 0:
-        slot = tl.load(slot_ptr + t)
         if slot >= 0:
             at = t * columns + columns - L - R
             d = tl.arange(0, BLOCK_L)
-            x = _read(a_ptr + at + d, add_ptr + at + d, has, d < L, PENDING)
-            latent = _normed(x, norm_ptr + t * norm_stride + d, d < L, eps, L)
-            tl.store(cache_ptr + slot * (L + R) + d, latent, mask=d < L)
+            latent = _read(a_ptr + at + d, add_ptr + at + d, has, d < L, PENDING)
             r = tl.arange(0, BLOCK_R)
             at += L
             other = at + _paired(r, R, INTERLEAVED)
@@ -112,6 +116,8 @@ def _write_latents(
             y = _read(a_ptr + other, add_ptr + other, has, r < R, PENDING)
             in_table = t * table_stride + r
             key = _rotated(x, y, cos_ptr + in_table, sin_ptr + in_table, r < R)
+            latent = _normed(latent, norm_ptr + t * norm_stride + d, d < L, eps, L)
+            tl.store(cache_ptr + slot * (L + R) + d, latent, mask=d < L)
             tl.store(cache_ptr + slot * (L + R) + L + r, key, mask=r < R)
     else:
         d = tl.arange(0, BLOCK_Q)
@@ -271,6 +277,7 @@ def write_latents(
             INTERLEAVED=rope.interleaved,
             PENDING=a.pending is not None,
             num_warps=4,
+            **ALL_AT_ONCE,
             **options,
         )
     return query_TQ
@@ -302,6 +309,7 @@ def rotate_queries(q: Product, out_THR: Tensor, rope: Rope, options: dict[str, b
             SCALED=factor_T11 is not None,
             PENDING=q.pending is not None,
             num_warps=4,
+            **ALL_AT_ONCE,
             **options,
         )
     return rest_THN

@@ -26,6 +26,7 @@ from weft.kernels.delta import DeltaLayer, StateCache, StateRows
 from weft.kernels.ops import ExpertChoice, ExpertWeights, Ops, Product, Rope
 from weft.kernels.short_conv import ShortConvLayer
 from weft.kernels.triton_base import (
+    ALL_AT_ONCE,
     INTERPRETED,
     activated,
     activated_alone,
@@ -226,7 +227,7 @@ def _activate_and_mul(
 def _of_rows(columns: int) -> dict[str, int]:
     """The options of a kernel with one program per row."""
     block = next_power_of_2(columns)
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16), **ALL_AT_ONCE}
 
 
 class TritonOps(Ops):
@@ -362,6 +363,7 @@ class TritonOps(Ops):
                 BLOCK=1024,
                 PENDING=gate_up.pending is not None,
                 num_warps=4,
+                **ALL_AT_ONCE,
                 **self._options,
             )
         return out_TF

@@ -16,7 +16,13 @@ from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels.delta import CHUNK, StateCache, StateRows
 from weft.kernels.ops import Product
 from weft.kernels.short_conv import ShortConvLayer
-from weft.kernels.triton_base import has_pending, launch_options, starts_early, with_pending
+from weft.kernels.triton_base import (
+    ALL_AT_ONCE,
+    has_pending,
+    launch_options,
+    starts_early,
+    with_pending,
+)
 
 ROWS = 16
 """How many rows of a chunk one program computes at a time."""
@@ -40,18 +46,22 @@ def _input(y_at, add_at, has, ok, C, PENDING: tl.constexpr):
 def _decode(
     y_ptr, add_ptr, add_slot_ptr, out_ptr, kept_ptr, weight_ptr, bias_ptr, decode, position_ptr,
     c, y_stride, C, W: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr, PENDING: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute all rows of a decode for the channels c. Rows that pad a step become zero."""
     row = tl.load(decode).to(tl.int64)
     state = tl.load(decode + 1).to(tl.int64)
     count = tl.load(decode + 2)
+    there = tl.maximum(row, 0)
+    first = tl.load(position_ptr + there).to(tl.int32)
+    has = has_pending(add_slot_ptr + there, PENDING)
+    if PDL:  # what the kernel ahead writes is read from here on
+        tl.extra.cuda.gdc_wait()
     in_c = c < C
     if state < 0:
         zero = tl.zeros(c.shape, tl.float32)
         tl.store(out_ptr + row * C + c, zero, mask=c < tl.where(row < 0, 0, C))
     elif count > 0:
-        first = tl.load(position_ptr + row).to(tl.int32)
-        has = has_pending(add_slot_ptr + row, PENDING)
         y_row = y_ptr + row * y_stride + c
         add_row = add_ptr + row * y_stride + c
         kept = kept_ptr + state * R * C + c
@@ -68,6 +78,8 @@ def _decode(
                 ok = c < tl.where(is_row | (position < back), 0, C)
                 past = tl.load(kept + (position + R - back) % R * C, mask=ok, other=0.0)
                 x = tl.where(is_row, x, past)
+                if back == 0:
+                    own = x
                 weight = tl.load(weight_ptr + (W - 1 - back) * C + c, mask=in_c, other=0.0)
                 conv += x.to(tl.float32) * weight.to(tl.float32)
             at = nth * y_stride
@@ -75,8 +87,7 @@ def _decode(
             gate = tl.load(y_row + gate_at, mask=in_c, other=0.0)
             gate = with_pending(gate, add_row + gate_at, has, in_c, PENDING).to(tl.float32)
             tl.store(out_ptr + (row + nth) * C + c, gate * conv, mask=in_c)
-            x = _input(y_row + at, add_row + at, has, in_c, C, PENDING)
-            tl.store(kept + position % R * C, x, mask=in_c)
+            tl.store(kept + position % R * C, own, mask=in_c)
 
 
 @triton.jit
@@ -132,15 +143,16 @@ def _short_conv(
     blocks of channels); each of the N is for every N-th part of ROWS rows of a chunk."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     n = tl.program_id(0)
     if n < num_decodes:
         _decode(
             y_ptr, add_ptr, add_slot_ptr, out_ptr, kept_ptr, weight_ptr, bias_ptr,
-            decodes_ptr + 4 * n, position_ptr, c, y_stride, C, W, R, BIAS, PENDING,
+            decodes_ptr + 4 * n, position_ptr, c, y_stride, C, W, R, BIAS, PENDING, PDL,
         )  # fmt: skip
     else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         parts: tl.constexpr = L // ROWS
         nth = n - num_decodes
         in_chunk = tl.load(chunks_ptr + 6 * (nth // parts) + 1)
@@ -199,7 +211,7 @@ def short_conv(
     inputs, stride = (y_TO, *y.pending_tensors()), y_TO.stride(0)
     block = min(next_power_of_2(C), CHANNELS)
     sizes = {"W": W, "R": cache.num_kept, "BLOCK": block, "PENDING": y.pending is not None}
-    sizes |= launch_options(starts_early(y_TO.device))
+    sizes |= ALL_AT_ONCE | launch_options(starts_early(y_TO.device))
     bias_C = layer.conv_WC if layer.bias_C is None else layer.bias_C
     num_parts = min(num_chunks * (CHUNK // ROWS), PARTS)
     _short_conv[num_decodes + num_parts, cdiv(C, block)](

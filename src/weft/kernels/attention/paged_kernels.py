@@ -37,6 +37,20 @@ def _load_part(
 
 
 @triton.jit
+def _load_parts(
+    acc_at, first, num_parts, H, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """What four parts of a context gave, of which those from `num_parts` on are 0."""
+    return (
+        _load_part(acc_at, first, num_parts, H, G, D, BLOCK_D, HEADS),
+        _load_part(acc_at, first + 1, num_parts, H, G, D, BLOCK_D, HEADS),
+        _load_part(acc_at, first + 2, num_parts, H, G, D, BLOCK_D, HEADS),
+        _load_part(acc_at, first + 3, num_parts, H, G, D, BLOCK_D, HEADS),
+    )
+
+
+@triton.jit
 def _put_together(
     out_at, acc_at, sums_at, sinks_at, num_parts, H, G: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
@@ -50,18 +64,16 @@ def _put_together(
     all_at = sums_at + (g[:, None] + p[None, :] * H) * 2
     totals = tl.load(all_at, mask=there, other=0.0, cache_modifier=".cg")
     mosts = tl.load(all_at + 1, mask=there, other=-1e30, cache_modifier=".cg")
+    parts = _load_parts(acc_at + at, 0, num_parts, H, G, D, BLOCK_D, HEADS)
     most = tl.max(mosts, 1)
     shares = tl.exp2(mosts - most[:, None])
     total = tl.sum(totals * shares, 1)
     acc = tl.full((HEADS, BLOCK_D), 0.0, tl.float32)
-    for first in range(0, num_parts, 4):  # with four loads in flight
-        parts = (_load_part(acc_at + at, first, num_parts, H, G, D, BLOCK_D, HEADS),)
-        for j in tl.static_range(1, 4):
-            more = _load_part(acc_at + at, first + j, num_parts, H, G, D, BLOCK_D, HEADS)
-            parts = parts + (more,)  # noqa: RUF005 - for the compiler
+    for first in range(0, num_parts, 4):
         for j in tl.static_range(4):
             share = tl.sum(tl.where(p[None, :] == first + j, shares, 0.0), 1)
             acc += parts[j] * share[:, None]
+        parts = _load_parts(acc_at + at, first + 4, num_parts, H, G, D, BLOCK_D, HEADS)
     if SINKS:
         acc, total = with_sinks(acc, total, most, load_sinks(sinks_at, g, g < G))
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -43,20 +43,27 @@ from weft.kernels.triton_base import has_pending, with_pending
 
 
 @triton.jit
-def send(inbox_ptrs, to, places, bits, mask):
-    """Write a row to the inbox of rank `to`."""
-    inbox = tl.multiple_of(tl.load(inbox_ptrs + to).to(tl.pointer_type(bits.dtype)), 16)
-    tl.store(inbox + places, bits, mask=mask)
+def inbox_of(inbox_ptrs, rank, BITS: tl.constexpr):
+    """The inbox of a rank. It never moves, so that its address can be read at any time."""
+    return tl.multiple_of(tl.load(inbox_ptrs + rank).to(tl.pointer_type(BITS)), 16)
 
 
 @triton.jit
-def take(inbox_ptrs, rank, places, mask, BITS: tl.constexpr):
+def inboxes_of(inbox_ptrs, BITS: tl.constexpr, SIZE: tl.constexpr):
+    """The inboxes of all ranks."""
+    inboxes = (inbox_of(inbox_ptrs, 0, BITS),)
+    for rank in tl.static_range(1, SIZE):
+        inboxes = inboxes + (inbox_of(inbox_ptrs, rank, BITS),)  # noqa: RUF005 - for the compiler
+    return inboxes
+
+
+@triton.jit
+def take(inbox, places, mask):
     """Wait until a row is in the inbox of this rank, and leave its places empty."""
-    inbox = tl.multiple_of(tl.load(inbox_ptrs + rank).to(tl.pointer_type(BITS)), 16)
     bits = tl.load(inbox + places, mask=mask, other=0, volatile=True)
     while tl.max((bits == -1).to(tl.int32)) != 0:
         bits = tl.load(inbox + places, mask=mask, other=0, volatile=True)
-    tl.store(inbox + places, tl.full(bits.shape, -1, BITS), mask=mask)
+    tl.store(inbox + places, tl.full(bits.shape, -1, bits.dtype), mask=mask)
     return bits
 
 
@@ -70,7 +77,7 @@ def bits_of(x, BITS: tl.constexpr):
 @triton.jit
 def sum_taken(
     own,
-    inbox_ptrs,
+    inbox,
     places,
     apart,
     mask,
@@ -79,12 +86,12 @@ def sum_taken(
     DTYPE: tl.constexpr,
 ):
     """The sum of all ranks' rows, in the order of the ranks and rounded once: of this rank's `own`
-    row and the others' in its inbox, whose places are `apart` from each other."""
+    row and the others' in its `inbox`, whose places are `apart` from each other."""
     total = tl.zeros(own.shape, tl.float32)
     for other in tl.static_range(SIZE):
         bits = own
         if other != RANK:
-            bits = take(inbox_ptrs, RANK, places + other * apart, mask, own.dtype)
+            bits = take(inbox, places + other * apart, mask)
         part = bits.to(DTYPE, bitcast=True).to(tl.float32)
         if other == 0:
             total = part
@@ -132,6 +139,7 @@ def sum_rows(
     mask = i < WIDTH
     if NORM:
         weight = tl.load(weight_ptr + i, mask=mask, other=0.0)
+    inboxes = inboxes_of(inbox_ptrs, BITS, SIZE)
     if PDL:  # what the kernel ahead writes is read from here on
         tl.extra.cuda.gdc_wait()
     apart: tl.constexpr = ROWS * ROW
@@ -148,20 +156,21 @@ def sum_rows(
         if TWO_SHOT:
             owner = t % SIZE
             if owner == RANK:
-                total = sum_taken(own, inbox_ptrs, places, apart, mask, RANK, SIZE, DTYPE)
+                total = sum_taken(own, inboxes[RANK], places, apart, mask, RANK, SIZE, DTYPE)
                 bits = bits_of(total, BITS)
                 for other in tl.static_range(SIZE):
                     if other != RANK:
-                        send(inbox_ptrs, other, places + RANK * apart, bits, mask)
+                        tl.store(inboxes[other] + places + RANK * apart, bits, mask=mask)
             else:
-                send(inbox_ptrs, owner, places + RANK * apart, own, mask)
-                bits = take(inbox_ptrs, RANK, places + owner * apart, mask, BITS)
+                inbox = inbox_of(inbox_ptrs, owner, BITS)
+                tl.store(inbox + places + RANK * apart, own, mask=mask)
+                bits = take(inboxes[RANK], places + owner * apart, mask)
             total = bits.to(DTYPE, bitcast=True)
         else:
             for other in tl.static_range(SIZE):
                 if other != RANK:
-                    send(inbox_ptrs, other, places + RANK * apart, own, mask)
-            total = sum_taken(own, inbox_ptrs, places, apart, mask, RANK, SIZE, DTYPE)
+                    tl.store(inboxes[other] + places + RANK * apart, own, mask=mask)
+            total = sum_taken(own, inboxes[RANK], places, apart, mask, RANK, SIZE, DTYPE)
         if NORM:
             x = (x.to(tl.float32) + total.to(tl.float32) * y_scale).to(DTYPE)
             tl.store(x_ptr + at, x, mask=mask)
@@ -193,8 +202,10 @@ def gather_pieces(
     `sum_rows`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     BITS: tl.constexpr = tl.int16 if x_ptr.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
+    inboxes = inboxes_of(inbox_ptrs, BITS, SIZE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     num_blocks = tl.cdiv(width, BLOCK)
     for i in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0), num_stages=1):
         uses = tl.load(uses_ptr + i)
@@ -206,11 +217,11 @@ def gather_pieces(
         places = ((uses & 1) * (SIZE * ROWS) + i) * ROW + tl.arange(0, BLOCK)
         for other in tl.static_range(SIZE):
             if other != RANK:
-                send(inbox_ptrs, other, places + RANK * ROWS * ROW, own, mask)
+                tl.store(inboxes[other] + places + RANK * ROWS * ROW, own, mask=mask)
         at = out_ptr + row * SIZE * width + column
         for other in tl.static_range(SIZE):
             bits = own
             if other != RANK:
-                bits = take(inbox_ptrs, RANK, places + other * ROWS * ROW, mask, BITS)
+                bits = take(inboxes[RANK], places + other * ROWS * ROW, mask)
             tl.store(at + other * width, bits.to(x.dtype, bitcast=True), mask=mask)
         tl.store(uses_ptr + i, uses + 1)

@@ -49,7 +49,13 @@ from weft.kernels.lora.triton_ranks import RankExchange
 from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
 from weft.kernels.lora.triton_tiles import EXPERT
 from weft.kernels.ops import Pending, Product
-from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
+from weft.kernels.triton_base import (
+    ALL_AT_ONCE,
+    INTERPRETED,
+    launch_options,
+    processors,
+    starts_early,
+)
 from weft.kernels.triton_linear import MOST_ROWS
 from weft.kernels.tuned import Blocks
 
@@ -344,6 +350,7 @@ class TritonStep(LoraStep):
             GATHER=ids_T is not None,
             WHOLE=of.sums_ranks and self._backend.exchange is not None,
             num_warps=blocks.expand_warps,
+            **ALL_AT_ONCE,
             **constants,
         )
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.collective.peers import Inboxes
-from weft.kernels.collective.triton_sums import bits_of, send, sum_taken
+from weft.kernels.collective.triton_sums import bits_of, inboxes_of, sum_taken
 from weft.kernels.lora.triton_tiles import TILE_ROWS, parts_of, sum_of, sum_parts
 
 _ROWS = tl.constexpr(TILE_ROWS)
@@ -69,6 +69,7 @@ def sum_tile(
     there = (m < rows) & (t >= first) & (t < first + ROWS)
     R = sum_of(tile[4])
     if R > 0:
+        inboxes = inboxes_of(inbox_ptrs, tl.int32, SIZE)
         _, parts = parts_of(R, K, W, PART, MAX_PARTS)
         v_at = work_ptr + t[:, None].to(tl.int64) * W
         uses = tl.load(uses_ptr + t - first, mask=there, other=0)
@@ -82,7 +83,7 @@ def sum_tile(
             places = place[:, None] + r[None, :]
             for other in tl.static_range(SIZE):
                 if other != RANK:
-                    send(inbox_ptrs, other, places + RANK * ROWS * W, own, mask)
-            total = sum_taken(own, inbox_ptrs, places, ROWS * W, mask, RANK, SIZE, tl.float32)
+                    tl.store(inboxes[other] + places + RANK * ROWS * W, own, mask=mask)
+            total = sum_taken(own, inboxes[RANK], places, ROWS * W, mask, RANK, SIZE, tl.float32)
             tl.store(v_at + r[None, :], total, mask=mask)
         tl.store(uses_ptr + t - first, uses + 1, mask=there)
