@@ -191,6 +191,7 @@ def test_drafts_change_nothing(world: World, options: dict[str, Any]) -> None:
         check_idle(llm)
 
 
+@pytest.mark.usefixtures("quick_engines")
 @pytest.mark.parametrize(
     ("family", "options"),
     [

@@ -8,7 +8,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from threading import Event
 
@@ -18,6 +18,7 @@ from adapter_kinds import FAMILIES, KINDS, SERVED, make_base
 from engines import MakeLLM
 from golden_cases import NAMES, TIGHT, Case, Expected, assert_right, interleaved, run, workload
 from patience import PATIENCE_S
+from quick_start import quick_start
 from rank_cases import killed, ranks
 from serving import serving_here, until
 from test_fidelity import BLOCK, EXPERTS, PARTS, World, check
@@ -76,6 +77,7 @@ WAYS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.usefixtures("quick_engines")
 @WAYS
 def test_the_golden_workload(
     make_llm: MakeLLM,
@@ -105,6 +107,7 @@ def test_a_killed_rank_is_told_to_a_program(options: dict[str, object]) -> None:
     killed(0, {**options, "device": "cpu"})
 
 
+@pytest.mark.usefixtures("quick_engines")
 def test_a_model_outlives_the_thread_that_made_it(make_llm: MakeLLM) -> None:
     with ThreadPoolExecutor(1) as pool:
         llm = pool.submit(make_llm, **TWO).result()
@@ -114,6 +117,7 @@ def test_a_model_outlives_the_thread_that_made_it(make_llm: MakeLLM) -> None:
     assert start.is_over and not start.hangs(math.inf), "it ends when the start's time is over"
 
 
+@pytest.mark.usefixtures("quick_engines")
 def test_images_go_past_the_orders_that_steps_wait_behind(make_llm: MakeLLM) -> None:
     """Orders to the other rank stay small when an adapter is registered and loaded, and the files
     by which it gets its part of the image are closed."""
@@ -144,6 +148,7 @@ def test_images_go_past_the_orders_that_steps_wait_behind(make_llm: MakeLLM) -> 
         until(lambda pid=pid: not open_parcels(pid), "a parcel is left open")
 
 
+@pytest.mark.usefixtures("quick_engines")
 def test_a_rank_that_is_gone_while_it_is_asked(make_llm: MakeLLM) -> None:
     """An error that says so, and not that of a socket."""
     llm = make_llm(adapters={}, **TWO)
@@ -168,12 +173,14 @@ def test_a_rank_that_is_gone_while_it_is_asked(make_llm: MakeLLM) -> None:
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
-    """A server over a base on several ranks, with adapters of some kinds."""
+    """A server over a base on several ranks, with adapters of some kinds. Ranks of the first family
+    are started as users' are."""
     family, options, kinds = request.param
     folder = tmp_path_factory.mktemp("family")
     base = make_base(FAMILIES[family], folder / "base")
     memory = {"kv_cache_memory": 64 << 20, "adapter_memory": 64 << 20}
     with (
+        nullcontext() if family == FAMILY else quick_start(),
         serving_here(
             folder, folder / "base", dtype="float32", block_size=BLOCK, **options, **memory
         ) as url,

@@ -5,7 +5,8 @@
     quick_engines ───────▶ forks an engine         and runs the command      multiprocessing
 
 A server would spawn its engine, a new Python that imports torch. Here it takes the spare, which was
-forked from it before it had any threads. An engine after that one is spawned.
+forked from it before it had any threads. An engine after that one is spawned. Where an engine of
+this process has several ranks, the others are forked too.
 """
 
 from __future__ import annotations
@@ -34,18 +35,22 @@ from typing import Any, BinaryIO, NamedTuple
 
 import pytest
 
+from weft.worker import spawn
+
 ENGINE = "weft-engine"
 """What the system calls a forked process that runs an engine."""
 _NUMBER = struct.Struct("<i")
 
 
 class _Order(NamedTuple):
-    """What the fork server is to start: a command, or a process of multiprocessing."""
+    """What the fork server is to start: a command, a process of multiprocessing, or a rank."""
 
     args: Sequence[str]
     """Those of the command `weft`."""
     process: bytes
     """Pickled. Its parent ends when the other end of a pipe is closed."""
+    rank: str
+    """What a rank runs. It has the socket to the first rank instead of the pipe."""
     environment: dict[str, str]
     folder: str
     max_files: int | None
@@ -60,12 +65,14 @@ class Forked:
         *descriptors: int,
         args: Sequence[str] = (),
         process: bytes = b"",
+        rank: str = "",
         max_files: int | None = None,
     ) -> None:
-        """descriptors: its standard output and error, and the pipe of a `process`."""
+        """descriptors: its standard output and error, and the pipe of a `process` or the socket of
+        a `rank`."""
         self.returncode: int | None = None
         self._reaping = threading.Lock()
-        order = _Order(args, process, dict(os.environ), str(Path.cwd()), max_files)
+        order = _Order(args, process, rank, dict(os.environ), str(Path.cwd()), max_files)
         self.pid = _fork_server().ask(pickle.dumps(order), *descriptors)
         self.ended = os.pidfd_open(self.pid)
         """It can be read when the process has ended."""
@@ -103,15 +110,17 @@ def start_weft(args: Sequence[str], log: BinaryIO, max_files: int | None = None)
 
 @contextlib.contextmanager
 def quick_start() -> Iterator[None]:
-    """The engines that this process starts meanwhile are the fork server's children."""
+    """The engines that this process starts meanwhile are the fork server's children, and so are the
+    ranks of engines in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context.SpawnProcess, "_Popen", staticmethod(_ForkedPopen))
+        patch.setattr(spawn, "_start", _start_rank)
         yield
 
 
 @pytest.fixture
 def quick_engines() -> Iterator[None]:
-    """The engines that a test starts are forked."""
+    """The engines that a test starts are forked, and the ranks of those in its own process."""
     with quick_start():
         yield
 
@@ -205,6 +214,13 @@ class _ForkedPopen(popen_fork.Popen):
         return self.returncode
 
 
+def _start_rank() -> spawn.Spawned:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        forked = Forked(1, 2, theirs.fileno(), rank=spawn.COMMAND)
+    return spawn.Spawned(forked, ours)  # type: ignore[arg-type]
+
+
 def _pickled(popen: object, process: Any) -> bytes:
     packed = BytesIO()
     context.set_spawning_popen(popen)
@@ -246,7 +262,8 @@ def _import_all() -> None:
 
     from weft.text import load_tokenizer
 
-    for name in ("weft.cli.main", "weft.cli.serve", "weft.engine.serve", "xgrammar"):
+    commands = ("weft.cli.main", "weft.cli.serve")
+    for name in (*commands, "weft.engine.serve", "weft.worker.rank", "xgrammar"):
         importlib.import_module(name)
     load_tokenizer(str(BASE))
     gc.collect()
@@ -269,11 +286,13 @@ def _run(order: _Order, out: int, err: int, told: int = -1) -> None:
         process = pickle.loads(order.process)
         process._parent_pid = os.getppid()
         _run_engine(process, told)
+    if order.rank:
+        _run_rank(order.rank, told)
     spare = _Spare()
-    spawn = context.SpawnProcess._Popen
+    spawned = context.SpawnProcess._Popen
 
     def start(process: Any) -> object:
-        return spawn(process) if spare.is_taken else _SparePopen(process, spare)
+        return spawned(process) if spare.is_taken else _SparePopen(process, spare)
 
     context.SpawnProcess._Popen = staticmethod(start)
     from weft.cli.main import app
@@ -289,6 +308,25 @@ def _run_engine(process: Any, told: int) -> None:
         code = process._bootstrap(parent_sentinel=told)
     finally:
         os._exit(code)
+
+
+def _run_rank(code: str, link: int) -> None:
+    """Be that rank. It ends with its socket, as the fork server is not the first rank. Does not
+    return."""
+    from weft.worker import rank
+
+    rank.die_with_parent = lambda _: None
+    sys.argv[1:] = [str(link)]
+    failed = 1
+    try:
+        exec(code, {})
+        failed = 0
+    except SystemExit as end:
+        failed = int(end.code or 0)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failed)
 
 
 class _Spare:
