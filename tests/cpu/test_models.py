@@ -1096,11 +1096,11 @@ def run_chunked(
 
 
 def uneven_chunks(length: int, seed: int) -> list[int]:
-    """Chunks of 1 to 9 tokens, every other one a decode."""
+    """Chunks of 1 to 15 tokens, every other one a decode."""
     rng = random.Random(seed)
     chunks: list[int] = []
     while (left := length - sum(chunks)) > 0:
-        chunks.append(min(left, 1 if len(chunks) % 2 == seed % 2 else rng.randint(2, 9)))
+        chunks.append(min(left, 1 if len(chunks) % 2 == seed % 2 else rng.randint(2, 15)))
     return chunks
 
 
@@ -1156,7 +1156,7 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
     uneven = [uneven_chunks(n, s) for s, n in enumerate(LENGTHS)]
     assert_logits(run_chunked(decoder, prompts, uneven), expected)
     # Decodes alone after a prefill, the commonest kind of step.
-    decodes = [[max(n - 6, 1), *[1] * (n - max(n - 6, 1))] for n in LENGTHS]
+    decodes = [[max(n - 3, 1), *[1] * (n - max(n - 3, 1))] for n in LENGTHS]
     assert_logits(run_chunked(decoder, prompts, decodes), expected)
 
 
