@@ -70,13 +70,16 @@ def test_a_decode_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(own.delta[[3, 0, 4][row]], cache.delta[[3, 0, 4][row]])
 
 
+@pytest.mark.parametrize(
+    "length", [pytest.param(8, id="short"), pytest.param(16, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize(("fused", "mamba"), deal([True, False], [False, True]))
-def test_guesses_leave_no_trace(fused: bool, mamba: bool) -> None:
+def test_guesses_leave_no_trace(fused: bool, mamba: bool, length: int) -> None:
     """With right and wrong guesses, decodes of two sequences read the same as one by one, and to
     the bit in fused kernels."""
     torch.manual_seed(0)
     device = torch.device("cpu")
     ops, off = (TritonOps(device), 0.0) if fused else (Ops(), 1e-5)
     shape, layer = make_layer(by_key_head=not mamba, mamba=mamba)
-    for got, want in read_with_guesses(shape, layer, ops, device, torch.float32):
+    for got, want in read_with_guesses(shape, layer, ops, device, torch.float32, length):
         torch.testing.assert_close(got, want, atol=off, rtol=off)

@@ -135,17 +135,22 @@ def run_mixed(
 
 
 def read_with_guesses(
-    shape: AnyShape, layer: AnyLayer, ops: Ops, device: torch.device, dtype: torch.dtype
+    shape: AnyShape,
+    layer: AnyLayer,
+    ops: Ops,
+    device: torch.device,
+    dtype: torch.dtype,
+    length: int = 16,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Decodes of two sequences, with right and wrong guesses and without any. Yields what the right
-    rows give, computed with the guesses and one by one."""
+    """Decodes of two sequences of so many tokens, with right and wrong guesses and without any.
+    Yields what the right rows give, computed with the guesses and one by one."""
     layer = placed(layer, device, dtype)
     width = sum(map(sum, shape.projections.values()))
     alone = allocate_states(shape, NUM_STATES, dtype, device)
     alone.delta.normal_()
     alone.inputs.normal_()
     guessed = StateCache(alone.inputs.clone(), alone.delta.clone())
-    rng, states, length = random.Random(0), (3, 5), 16
+    rng, states = random.Random(0), (3, 5)
 
     def text(num: int) -> Tensor:
         return torch.randn(num, width).to(device, dtype)
