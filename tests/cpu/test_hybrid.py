@@ -40,7 +40,18 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3-next", "lfm2"])
+FAMILIES_HERE = ("qwen3-next", "lfm2")
+
+
+def first(family: str) -> pytest.MarkDecorator:
+    """Marks a test that `make test` runs on this family, and `make exhaustive` on the other too:
+    the engine does the same for both kinds of states."""
+    marks = [[] if name == family else [pytest.mark.exhaustive] for name in FAMILIES_HERE]
+    each = [pytest.param(n, marks=m) for n, m in zip(FAMILIES_HERE, marks, strict=True)]
+    return pytest.mark.parametrize("world", each, indirect=True)
+
+
+@pytest.fixture(scope="module", params=FAMILIES_HERE)
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Path]]:
@@ -52,6 +63,7 @@ def world(
     return root / "base", {name: root / name for name in ("LoRA", "aLoRA")}
 
 
+@first("lfm2")
 def test_neighbours_and_preemption_change_nothing(world: tuple[Path, dict[str, Path]]) -> None:
     rng = random.Random(0)
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (30, 5, 17, 40, 9, 23, 12, 3)]
@@ -85,6 +97,7 @@ CHOSEN: list[dict[str, Any]] = [
 """How tokens are chosen: most texts repeat themselves, some of them not for long."""
 
 
+@first("qwen3-next")
 @pytest.mark.usefixtures("eager_guesses")
 def test_guesses_change_nothing(world: tuple[Path, dict[str, Path]]) -> None:
     """Of requests with all kinds of adapters side by side, new ones and such as go on from
