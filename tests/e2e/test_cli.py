@@ -15,6 +15,7 @@ from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import tiny
@@ -22,6 +23,7 @@ import typer
 from command_line import CliRunner
 from engine_thread import start_in_process
 from patience import PATIENCE_S
+from quick_start import Forked, start_weft
 from typer.core import TyperGroup, TyperOption
 from typer.main import get_command
 
@@ -560,7 +562,13 @@ def test_ctrl_c_does_not_reach_an_engine_that_imports() -> None:
 
 
 def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks few questions here. Its server is a process, as always."""
+    """It asks few questions here. Its server is a process, as always, but imports nothing."""
+
+    def start(command: list[str], stdout: BinaryIO, stderr: int) -> Forked:
+        assert command[:3] == [sys.executable, "-m", "weft"] and stderr == subprocess.STDOUT
+        return start_weft(command[3:], stdout)
+
+    monkeypatch.setattr(demo.subprocess, "Popen", start)
     monkeypatch.setattr(demo, "WORDS_EACH", 1)
     monkeypatch.setattr(demo, "REPEATS", 1)
     done = CliRunner().invoke(app, ["demo"])
