@@ -676,7 +676,7 @@ def calling() -> Iterator[Bench]:
 
 @pytest.mark.parametrize(("tool_format", "name"), deal(TOOL_FORMATS, [None, "g"]))
 def test_a_required_call_is_made(calling: Bench, tool_format: str, name: str | None) -> None:
-    texts = list(calling.texts(tools_schema(TOOLS, tool_format, name), 15))
+    texts = list(calling.texts(tools_schema(TOOLS, tool_format, name), 10))
     assert texts
     called = set()
     for text in texts:
@@ -781,7 +781,7 @@ def test_an_answer_is_either_calls_or_a_text_of_the_form(
     assert said(tool_format, tokenizer.decode(answer)) == (text, [])
     calls = [
         ids[:-1]
-        for seed in range(4)
+        for seed in range(2)
         if (ids := _call(calling, tool_format, seed))[-1] == calling.eos
     ]
     assert calls
@@ -803,7 +803,7 @@ def _call(bench: Bench, tool_format: str, seed: int) -> list[int]:
 def test_whatever_is_written_is_read_as_calls_or_as_the_form(
     calling: Bench, tool_format: str
 ) -> None:
-    texts = list(calling.texts(calls_or(json_form(CITY), TOOLS, tool_format), 12))
+    texts = list(calling.texts(calls_or(json_form(CITY), TOOLS, tool_format), 6))
     assert texts
     for text in texts:
         content, calls = said(tool_format, text)
@@ -863,5 +863,5 @@ def test_calls_that_may_not_be_parallel_are_one(calling: Bench, tool_format: str
     either = calls_or(json_form(CITY), TOOLS, tool_format, one_call=True)
     numbers = set()
     for spec in (either, tools_schema(TOOLS, tool_format, None, one_call=True)):
-        numbers |= {len(said(tool_format, text)[1]) for text in calling.texts(spec, 8)}
+        numbers |= {len(said(tool_format, text)[1]) for text in calling.texts(spec, 4)}
     assert numbers <= {0, 1} and 1 in numbers

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from peft import (
@@ -89,6 +88,9 @@ from transformers import (
     VaultGemmaConfig,
     YoutuConfig,
 )
+
+# A card is text for people, and takes longer than all else that peft saves.
+PeftModel.create_or_update_model_card = lambda *_: None
 
 VOCAB = 80
 
@@ -909,9 +911,7 @@ def make_adapter(
         model = get_peft_model(copy.deepcopy(resized), config)
         randomise(model)
         kind.change(model)
-        # The card is text for people, and takes longer than the rest.
-        with mock.patch.object(PeftModel, "create_or_update_model_card"):
-            model.save_pretrained(folder, **kind.save)
+        model.save_pretrained(folder, **kind.save)
         if kind.dtype != torch.float32:
             weights = folder / "adapter_model.safetensors"
             save_file({k: v.to(kind.dtype) for k, v in load_file(weights).items()}, weights)

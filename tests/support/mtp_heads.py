@@ -123,7 +123,7 @@ def _mixture(x: Tensor, w: Tensors, model: PreTrainedModel) -> Tensor:
     shares, chosen = (x @ w["mlp.gate.weight"].T).softmax(-1).topk(model.config.num_experts_per_tok)
     shares = shares / shares.sum(-1, keepdim=True)
     y = (x @ w["mlp.shared_expert_gate.weight"].T).sigmoid() * _mlp(x, w, "mlp.shared_expert.")
-    for row, (of_row, experts) in enumerate(zip(shares, chosen.tolist(), strict=True)):
-        for share, expert in zip(of_row, experts, strict=True):
-            y[row] += share * _mlp(x[row], w, f"mlp.experts.{expert}.")
+    for expert in chosen.unique().tolist():
+        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        y[rows] += shares[rows, places, None] * _mlp(x[rows], w, f"mlp.experts.{expert}.")
     return y

@@ -218,7 +218,7 @@ def _start_rank() -> spawn.Spawned:
     ours, theirs = socket.socketpair()
     with theirs:
         forked = Forked(1, 2, theirs.fileno(), rank=spawn.COMMAND)
-    return spawn.Spawned(forked, ours)  # type: ignore[arg-type]
+    return spawn.Spawned(forked, ours)
 
 
 def _pickled(popen: object, process: Any) -> bytes:
