@@ -199,7 +199,7 @@ def test_shares() -> None:
 
 
 def short(name: str, **other: Any) -> Trace:
-    return draw(name, count=110, **other)
+    return draw(name, count=70, **other)
 
 
 @cache
@@ -444,7 +444,7 @@ def test_cold_says_that_images_cannot_be_written(
 
 def test_alora(tmp_path: Path) -> None:
     plot = tmp_path / "alora.png"
-    shape = ("--rank", "2", "--conversation", "90", "--adapters", "3", "--repeats", "2")
+    shape = ("--rank", "2", "--conversation", "90", "--adapters", "2", "--repeats", "1")
     found = report("alora", *TINY, *shape, "--plot", str(plot))
     activated, plain = found["results"]
     assert activated["kind"] == "activated" and plain["kind"] == "plain"

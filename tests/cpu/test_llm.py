@@ -188,11 +188,11 @@ def test_default_parameters(llm: LLM) -> None:
 
 
 def test_many_more_requests_than_rows(make_llm: MakeLLM) -> None:
-    llm = make_llm(max_num_seqs=4)
+    llm = make_llm(max_num_seqs=2)
     names: list[str | None] = [*ADAPTERS, None]
-    each = [names[i % len(names)] for i in range(40)]
+    each = [names[i % len(names)] for i in range(16)]
     words = ["hello", "world", "spring"]
-    outputs = llm.chat([ask(words[i % 3]) for i in range(40)], GREEDY, each)
+    outputs = llm.chat([ask(words[i % 3]) for i in range(16)], GREEDY, each)
     assert texts(outputs) == [answer(name, words[i % 3]) for i, name in enumerate(each)]
 
 
@@ -403,13 +403,13 @@ def test_ctrl_c_while_an_adapter_is_registered(
 
 
 def test_calls_from_several_threads_take_turns(llm: LLM) -> None:
-    wanted = ["upper", None, "sort", "reverse"] * 8
+    wanted = ["upper", None, "sort", "reverse"] * 4
 
     def chat(adapter: str | None) -> str:
         return llm.chat(ask("hello"), GREEDY, adapter)[0].text
 
     with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(chat, wanted)) == ["HELLO", "hello?", "ehllo", "olleh"] * 8
+        assert list(threads.map(chat, wanted)) == ["HELLO", "hello?", "ehllo", "olleh"] * 4
     llm._client.engine.check()
 
 

@@ -9,6 +9,7 @@ them and is far below what a wrong row, slice or rank gives.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -192,7 +193,7 @@ ROWS = st.lists(st.integers(-1, NUM_SLOTS - 1), min_size=1, max_size=40).filter(
     seed=st.integers(0, 2**20),
     data=st.data(),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20 if "EXHAUSTIVE" in os.environ else 10, deadline=None)
 def test_random_batches(
     backend: str,
     dtype: torch.dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -207,7 +208,7 @@ def asks(draw: st.DrawFn) -> tuple[list[EngineRequest], dict[str, list[int]]]:
 
 @pytest.mark.parametrize("num_states", [0, ROWS + 2], ids=["attention", "states"])
 @pytest.mark.parametrize("ahead", [0, 1])
-@settings(max_examples=25)
+@settings(max_examples=25 if "EXHAUSTIVE" in os.environ else 12)
 @given(asks=asks(), fails_at=st.integers(-1, 20), parks_at=st.integers(-1, 20))
 def test_outputs_are_those_without_guesses(
     ahead: int,

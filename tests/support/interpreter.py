@@ -33,6 +33,7 @@ def make_quick() -> None:
     core.tuple.__eq__ = _tuples_are_equal
     TritonSemantic.broadcast_impl_value = _broadcast
     TritonSemantic.computation_type_impl = _computation_type
+    TritonSemantic.scalar_constant = _scalar_constant
 
 
 def _call(self: Any, *args: Any, **options: Any) -> Any:
@@ -107,17 +108,15 @@ def _elementwise(operator: str, reflected: bool, otherwise: Callable[..., Any]) 
         data = self.handle.data
         made = work.on_arrays(value, data) if reflected else work.on_arrays(data, value)
         kind = work.gives
-        if _is_block(self.type) or (is_tensor and _is_block(other.type)):
+        if type(self.type) is core.block_type or (
+            is_tensor and type(other.type) is core.block_type
+        ):
             kind = work.blocks.get(made.shape)
             if kind is None:
                 kind = work.blocks[made.shape] = core.block_type(work.gives, made.shape)
         return core.tensor(interpreter.TensorHandle(made, work.gives), kind)
 
     return call
-
-
-def _is_block(kind: Any) -> bool:
-    return isinstance(kind, core.block_type)
 
 
 def _work(operator: str, mine: Any, its: Any) -> _Work | None:
@@ -191,7 +190,7 @@ def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
-    dims = type.dims if _is_block(type) else _SCALAR
+    dims = type.dims if isinstance(type, core.block_type) else _SCALAR
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.shape, self.numel = dims.of_tensor, dims.numel_of_tensor
 
@@ -214,6 +213,19 @@ def _broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
     if lhs.shape is rhs.shape:
         return lhs, rhs
     found: tuple[Any, Any] = _broadcast_any(self, lhs, rhs)
+    return found
+
+
+_constants: dict[tuple[str, str], Any] = {}
+_make_constant = TritonSemantic.scalar_constant
+
+
+def _scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
+    """No operation changes its operands, so each number needs one tensor."""
+    key = (repr(value), dtype.name)
+    found = _constants.get(key)
+    if found is None:
+        found = _constants[key] = _make_constant(self, value, dtype)
     return found
 
 
