@@ -67,6 +67,8 @@ class World:
         base.save_pretrained(folder / "base")
         self.folder = folder
         self.names = (*CALLS, "plain")
+        self.known: dict[tuple[str | None, tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
+        """What peft has said: several answers are the same."""
         with warnings.catch_warnings(action="ignore"):  # peft's own
             for seed, (name, tokens) in enumerate(CALLS.items()):
                 options = {"lora_bias": True} if name == "guard" else {}
@@ -95,6 +97,12 @@ class World:
     @torch.inference_mode()
     def logprobs(self, name: str | None, prompt: list[int], output: list[int]) -> torch.Tensor:
         """peft's, of each token of the output: the adapter is active where it was in the prompt."""
+        asked = name, tuple(prompt), tuple(output)
+        if asked not in self.known:
+            self.known[asked] = self._logprobs(name, prompt, output)
+        return self.known[asked]
+
+    def _logprobs(self, name: str | None, prompt: list[int], output: list[int]) -> torch.Tensor:
         ids = torch.tensor([prompt + output])
         if name is None:
             with self.model.disable_adapter():
