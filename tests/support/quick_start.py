@@ -239,6 +239,9 @@ def fork_as_told() -> None:
     whose number is the command's argument. Each process leaves this loop and does what it is for.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
+    # Whoever started this process may have held Ctrl-C back meanwhile, or ignore it.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _import_all()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1 << 18, 3)
