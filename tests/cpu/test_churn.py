@@ -273,7 +273,7 @@ class Churn:
 @pytest.mark.parametrize(
     ("num_requests", "size", "hybrid"),
     [
-        (800, 1, False),
+        (1001, 1, False),
         pytest.param(10_000, 1, False, marks=pytest.mark.exhaustive),
         pytest.param(2500, 2, False, marks=pytest.mark.exhaustive),
         pytest.param(3000, 1, True, marks=pytest.mark.exhaustive),
