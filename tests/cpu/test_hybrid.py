@@ -44,8 +44,8 @@ FAMILIES_HERE = ("qwen3-next", "lfm2")
 
 
 def first(family: str) -> pytest.MarkDecorator:
-    """Marks a test that `make test` runs on this family, and `make exhaustive` on the other too:
-    the engine does the same for both kinds of states."""
+    """By this mark, `make test` runs a test on this family alone, as the engine does the same for
+    both kinds of states. `make exhaustive` runs it on the other family."""
     marks = [[] if name == family else [pytest.mark.exhaustive] for name in FAMILIES_HERE]
     each = [pytest.param(n, marks=m) for n, m in zip(FAMILIES_HERE, marks, strict=True)]
     return pytest.mark.parametrize("world", each, indirect=True)

@@ -41,7 +41,8 @@ def _load_parts(
     acc_at, first, num_parts, H, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """What four parts of a context gave, of which those from `num_parts` on are 0."""
+    """What the four parts of a context from `first` on gave for G heads, each fp32 (HEADS,
+    BLOCK_D). A context has `num_parts`; what would come behind them is 0."""
     return (
         _load_part(acc_at, first, num_parts, H, G, D, BLOCK_D, HEADS),
         _load_part(acc_at, first + 1, num_parts, H, G, D, BLOCK_D, HEADS),
