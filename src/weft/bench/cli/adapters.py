@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from weft.bench.cli.options import (
     InputLen,
+    Measure,
     Model,
-    NoPlot,
     OutputLen,
-    Plot,
     Rank,
     Ranks,
-    Record,
     Seed,
     Targets,
     engine_options,
-    reporting,
+    measuring,
     split_names,
     workload_option,
 )
@@ -85,46 +82,42 @@ class ChurnFlags:
         ),
     ] = False
     seed: Seed = 0
-    plot: Plot = Path("weft-bench-churn.png")
-    no_plot: NoPlot = False
-    record: Record = None
 
 
 @engine_options("enable_prefix_caching", "adapter_cache_dir")
+@measuring
 @with_flags
-def churn(
-    flags: ChurnFlags,
-    **options: object,
-) -> None:
+def churn(measure: Measure, flags: ChurnFlags, **options: object) -> None:
     """Measure throughput and latency while more adapters are in demand than fit on the device.
 
     Adapters are random. Exit status 1 if --verify finds other tokens.
     """
-    with reporting(None if flags.no_plot else flags.plot, flags.record) as measure:
-        from weft.bench.churn import ChurnPlan, run_churn
-        from weft.bench.workload import Choice, Lengths, parse_counts
+    from weft.bench.churn import ChurnPlan, run_churn
+    from weft.bench.workload import Choice, Lengths, parse_counts
 
-        plan = ChurnPlan(
-            populations=parse_counts(flags.populations, "populations"),
-            resident=flags.resident,
-            ranks=parse_counts(flags.ranks, "ranks"),
-            targets=split_names(flags.targets),
-            choice=Choice.parse(flags.choice),
-            num_requests=flags.num_requests,
-            input_len=Lengths.parse(flags.input_len, "input_len"),
-            output_len=Lengths.parse(flags.output_len, "output_len"),
-            load=flags.load,
-            on_disk=flags.on_disk,
-            verify=flags.verify,
-            seed=flags.seed,
-        )
-        measure(run_churn, flags.model, plan, options)
+    plan = ChurnPlan(
+        populations=parse_counts(flags.populations, "populations"),
+        resident=flags.resident,
+        ranks=parse_counts(flags.ranks, "ranks"),
+        targets=split_names(flags.targets),
+        choice=Choice.parse(flags.choice),
+        num_requests=flags.num_requests,
+        input_len=Lengths.parse(flags.input_len, "input_len"),
+        output_len=Lengths.parse(flags.output_len, "output_len"),
+        load=flags.load,
+        on_disk=flags.on_disk,
+        verify=flags.verify,
+        seed=flags.seed,
+    )
+    measure(run_churn, flags.model, plan, options)
 
 
 @engine_options(
     "enable_prefix_caching", "adapter_memory", "adapter_host_memory", "adapter_cache_dir"
 )
+@measuring
 def cold(
+    measure: Measure,
     model: Model = None,
     rank: Rank = 16,
     targets: Targets = None,
@@ -133,9 +126,6 @@ def cold(
         typer.Option(help="Each time to a first token is the median of this many requests.", min=1),
     ] = 9,
     seed: Seed = 0,
-    plot: Plot = Path("weft-bench-cold.png"),
-    no_plot: NoPlot = False,
-    record: Record = None,
     **options: object,
 ) -> None:
     """Measure how long a request waits for its adapter, and how much that delays others.
@@ -143,16 +133,17 @@ def cold(
     Shows the time to the first token of a lone request whose adapter is on the device, in host
     memory or on disk, and the time between tokens of a batch while adapters are loaded.
     """
-    with reporting(None if no_plot else plot, record) as measure:
-        from weft.bench.cold import ColdPlan, run_cold
-        from weft.bench.engine import AdapterShape
+    from weft.bench.cold import ColdPlan, run_cold
+    from weft.bench.engine import AdapterShape
 
-        shape = AdapterShape(rank, split_names(targets))
-        measure(run_cold, model, ColdPlan(repeats, seed), shape, options)
+    shape = AdapterShape(rank, split_names(targets))
+    measure(run_cold, model, ColdPlan(repeats, seed), shape, options)
 
 
 @engine_options("enable_prefix_caching", "adapter_memory", "adapter_cache_dir")
+@measuring
 def alora(
+    measure: Measure,
     model: Model = None,
     conversation: Annotated[int, workload_option(help="Tokens of the conversation.", min=1)] = 4000,
     adapters: Annotated[
@@ -165,9 +156,6 @@ def alora(
         typer.Option(help="Conversations. Each result is their median.", min=1),
     ] = 5,
     seed: Seed = 0,
-    plot: Plot = Path("weft-bench-alora.png"),
-    no_plot: NoPlot = False,
-    record: Record = None,
     **options: object,
 ) -> None:
     """Measure how much of a conversation activated LoRA reuses, compared with plain LoRA.
@@ -175,9 +163,8 @@ def alora(
     The base reads the conversation; then several adapters judge it, one by one and all at once.
     Shows the tokens taken from the prefix cache, and the time to the first token.
     """
-    with reporting(None if no_plot else plot, record) as measure:
-        from weft.bench.alora import AloraPlan, run_alora
-        from weft.bench.engine import AdapterShape
+    from weft.bench.alora import AloraPlan, run_alora
+    from weft.bench.engine import AdapterShape
 
-        plan = AloraPlan(conversation, adapters, repeats, seed)
-        measure(run_alora, model, plan, AdapterShape(rank, split_names(targets)), options)
+    plan = AloraPlan(conversation, adapters, repeats, seed)
+    measure(run_alora, model, plan, AdapterShape(rank, split_names(targets)), options)

@@ -12,18 +12,16 @@ from weft.bench.cli.adapters import alora, churn, cold
 from weft.bench.cli.kernels import kernels
 from weft.bench.cli.options import (
     InputLen,
+    Measure,
     Model,
-    NoPlot,
     OutputLen,
-    Plot,
     Rank,
-    Record,
     Repeats,
     Seed,
     Targets,
     engine_options,
+    measuring,
     output_option,
-    reporting,
     split_names,
     workload_option,
 )
@@ -39,7 +37,9 @@ bench = Commands(
 
 @bench.command()
 @engine_options("enable_prefix_caching", "max_loras", "max_num_batched_tokens", "max_num_seqs")
+@measuring
 def decode(
+    measure: Measure,
     model: Model = None,
     batch: Annotated[
         str, workload_option(metavar="N,...", help="Requests in the batch.")
@@ -57,9 +57,6 @@ def decode(
     targets: Targets = None,
     repeats: Repeats = 3,
     seed: Seed = 0,
-    plot: Plot = Path("weft-bench-decode.png"),
-    no_plot: NoPlot = False,
-    record: Record = None,
     **options: object,
 ) -> None:
     """Measure the time of a decode step, by batch size and by the adapters in the batch.
@@ -67,23 +64,24 @@ def decode(
     The time is the difference between runs of 144 and of 16 output tokens, divided by 128. Prompts
     have 128 tokens. Adapters are random, and get the memory that all of them need.
     """
-    with reporting(None if no_plot else plot, record) as measure:
-        from weft.bench.decode import DecodePlan, run_decode
-        from weft.bench.engine import AdapterShape
-        from weft.bench.workload import PATTERNS, parse_counts, parse_names
+    from weft.bench.decode import DecodePlan, run_decode
+    from weft.bench.engine import AdapterShape
+    from weft.bench.workload import PATTERNS, parse_counts, parse_names
 
-        plan = DecodePlan(
-            batches=parse_counts(batch, "batch"),
-            patterns=parse_names(pattern, PATTERNS, "pattern"),
-            repeats=repeats,
-            seed=seed,
-        )
-        measure(run_decode, model, plan, AdapterShape(rank, split_names(targets)), options)
+    plan = DecodePlan(
+        batches=parse_counts(batch, "batch"),
+        patterns=parse_names(pattern, PATTERNS, "pattern"),
+        repeats=repeats,
+        seed=seed,
+    )
+    measure(run_decode, model, plan, AdapterShape(rank, split_names(targets)), options)
 
 
 @bench.command()
 @engine_options("enable_prefix_caching")
+@measuring
 def throughput(
+    measure: Measure,
     model: Model = None,
     num_requests: Annotated[
         int, workload_option(help="Requests, which are submitted all at once.", min=1)
@@ -104,34 +102,32 @@ def throughput(
     rank: Rank = 16,
     targets: Targets = None,
     seed: Seed = 0,
-    plot: Plot = Path("weft-bench-throughput.png"),
-    no_plot: NoPlot = False,
-    record: Record = None,
     **options: object,
 ) -> None:
     """Measure tokens and requests per second of an engine that always has enough to do.
 
     Adapters are random, and get the memory that all of them need unless --adapter-memory is given.
     """
-    with reporting(None if no_plot else plot, record) as measure:
-        from weft.bench.engine import AdapterShape
-        from weft.bench.throughput import ThroughputPlan, run_throughput
-        from weft.bench.workload import PATTERNS, Lengths, parse_names
+    from weft.bench.engine import AdapterShape
+    from weft.bench.throughput import ThroughputPlan, run_throughput
+    from weft.bench.workload import PATTERNS, Lengths, parse_names
 
-        plan = ThroughputPlan(
-            num_requests=num_requests,
-            patterns=parse_names(pattern, PATTERNS[:-1], "pattern"),
-            num_adapters=adapters,
-            input_len=Lengths.parse(input_len, "input_len"),
-            output_len=Lengths.parse(output_len, "output_len"),
-            seed=seed,
-        )
-        measure(run_throughput, model, plan, AdapterShape(rank, split_names(targets)), options)
+    plan = ThroughputPlan(
+        num_requests=num_requests,
+        patterns=parse_names(pattern, PATTERNS[:-1], "pattern"),
+        num_adapters=adapters,
+        input_len=Lengths.parse(input_len, "input_len"),
+        output_len=Lengths.parse(output_len, "output_len"),
+        seed=seed,
+    )
+    measure(run_throughput, model, plan, AdapterShape(rank, split_names(targets)), options)
 
 
 @bench.command()
 @engine_options("adapter_cache_dir", "enable_prefix_caching", "max_num_seqs")
+@measuring
 def prompts(
+    measure: Measure,
     model: Model = None,
     tokens: Annotated[
         int, workload_option(help="Tokens of each prompt that is read together with others.", min=1)
@@ -153,17 +149,13 @@ def prompts(
     chunk: Annotated[int, workload_option(help="Tokens of a prompt beside decodes.", min=1)] = 960,
     repeats: Repeats = 5,
     seed: Seed = 0,
-    plot: Plot = Path("weft-bench-prompts.png"),
-    no_plot: NoPlot = False,
-    record: Record = None,
     **options: object,
 ) -> None:
     """Measure how fast prompts are read: at once, alone, from the prefix cache, beside decodes."""
-    with reporting(None if no_plot else plot, record) as measure:
-        from weft.bench.prompts import PromptsPlan, run_prompts
+    from weft.bench.prompts import PromptsPlan, run_prompts
 
-        sizes = tokens, together, prefix, beside, chunk
-        measure(run_prompts, model, PromptsPlan(*sizes, repeats, seed), options)
+    sizes = tokens, together, prefix, beside, chunk
+    measure(run_prompts, model, PromptsPlan(*sizes, repeats, seed), options)
 
 
 @bench.command()
@@ -174,7 +166,9 @@ def prompts(
     "max_num_batched_tokens",
     "max_num_seqs",
 )
+@measuring
 def profile(
+    measure: Measure,
     model: Model = None,
     batch: Annotated[int, workload_option(help="Requests in the batch.", min=1)] = 64,
     pattern: Annotated[
@@ -195,30 +189,25 @@ def profile(
             help="Also write a trace of the last pattern's steps, for chrome://tracing.",
         ),
     ] = None,
-    plot: Plot = Path("weft-bench-profile.png"),
-    no_plot: NoPlot = False,
-    record: Record = None,
     **options: object,
 ) -> None:
     """Show what a GPU runs in decode steps: its idle share, the costliest kernels, LoRA's part."""
-    with reporting(None if no_plot else plot, record) as measure:
-        from weft.bench.engine import AdapterShape
-        from weft.bench.profile import ProfilePlan, run_profile
-        from weft.bench.workload import PATTERNS, parse_names
+    from weft.bench.engine import AdapterShape
+    from weft.bench.profile import ProfilePlan, run_profile
+    from weft.bench.workload import PATTERNS, parse_names
 
-        plan = ProfilePlan(batch, parse_names(pattern, PATTERNS, "pattern"), seed)
-        measure(run_profile, model, plan, AdapterShape(rank, split_names(targets)), options, trace)
+    plan = ProfilePlan(batch, parse_names(pattern, PATTERNS, "pattern"), seed)
+    measure(run_profile, model, plan, AdapterShape(rank, split_names(targets)), options, trace)
 
 
 @bench.command()
 @engine_options("adapter_cache_dir")
+@measuring
 def startup(
+    measure: Measure,
     model: Model = None,
     rank: Rank = 16,
     targets: Targets = None,
-    plot: Plot = Path("weft-bench-startup.png"),
-    no_plot: NoPlot = False,
-    record: Record = None,
     **options: object,
 ) -> None:
     """Measure the time from a new process to the first token with an adapter, stage by stage.
@@ -227,16 +216,17 @@ def startup(
     start. While kernels compile, it takes host memory for adapters. A server would load its own
     parts and the tokenizer meanwhile, in another process.
     """
-    with reporting(None if no_plot else plot, record) as measure:
-        from weft.bench.engine import AdapterShape
-        from weft.bench.startup import run_startup
+    from weft.bench.engine import AdapterShape
+    from weft.bench.startup import run_startup
 
-        measure(run_startup, model, AdapterShape(rank, split_names(targets)), options)
+    measure(run_startup, model, AdapterShape(rank, split_names(targets)), options)
 
 
 @bench.command()
 @engine_options("adapter_cache_dir")
+@measuring
 def ready(
+    measure: Measure,
     model: Model = None,
     adapters: Annotated[
         int, workload_option(help="Adapters that the server loads at the start.", min=1)
@@ -257,9 +247,6 @@ def ready(
             " turn.",
         ),
     ] = "uniform",
-    plot: Plot = Path("weft-bench-ready.png"),
-    no_plot: NoPlot = False,
-    record: Record = None,
     **options: object,
 ) -> None:
     """Measure the time from a new process to a ready server, and of its first rounds of requests.
@@ -267,18 +254,17 @@ def ready(
     Starts `weft serve` with adapters in folders, waits until it answers over HTTP, and asks it
     round by round: cold, and once more with the kernels and packed adapters of the first start.
     """
-    with reporting(None if no_plot else plot, record) as measure:
-        from weft.bench.report import need
-        from weft.bench.workload import Lengths, parse_names
+    from weft.bench.report import need
+    from weft.bench.workload import Lengths, parse_names
 
-        lengths = Lengths.parse(input_len, "input_len"), Lengths.parse(output_len, "output_len")
-        need("aiohttp", "weft bench ready needs aiohttp")
-        from weft.bench.engine import AdapterShape
-        from weft.bench.ready import PATTERNS, ReadyPlan, run_ready
+    lengths = Lengths.parse(input_len, "input_len"), Lengths.parse(output_len, "output_len")
+    need("aiohttp", "weft bench ready needs aiohttp")
+    from weft.bench.engine import AdapterShape
+    from weft.bench.ready import PATTERNS, ReadyPlan, run_ready
 
-        patterns = parse_names(pattern, PATTERNS, "pattern")
-        plan = ReadyPlan(adapters, rounds, concurrency, *lengths, patterns)
-        measure(run_ready, model, plan, AdapterShape(rank, split_names(targets)), options)
+    patterns = parse_names(pattern, PATTERNS, "pattern")
+    plan = ReadyPlan(adapters, rounds, concurrency, *lengths, patterns)
+    measure(run_ready, model, plan, AdapterShape(rank, split_names(targets)), options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,43 +329,38 @@ class LoadFlags:
         ),
     ] = 600.0
     api_key: ApiKey = None
-    plot: Plot = Path("weft-bench-serve.png")
-    no_plot: NoPlot = False
-    record: Record = None
 
 
 @bench.command()
+@measuring
 @with_flags
-def serve(
-    flags: LoadFlags,
-) -> None:
+def serve(measure: Measure, flags: LoadFlags) -> None:
     """Measure latency and throughput of any OpenAI-compatible server with many adapters.
 
     Exit status 1 if any request failed.
     """
-    with reporting(None if flags.no_plot else flags.plot, flags.record) as measure:
-        from weft.bench.report import need
-        from weft.bench.workload import Arrival, Choice, Lengths
+    from weft.bench.report import need
+    from weft.bench.workload import Arrival, Choice, Lengths
 
-        choice, arrival = Choice.parse(flags.choice), Arrival.parse(flags.arrival)
-        input_len = Lengths.parse(flags.input_len, "input_len")
-        output_len = Lengths.parse(flags.output_len, "output_len")
-        need("aiohttp", "weft bench serve needs aiohttp")
-        from weft.bench.serve import LoadPlan, run_serve
+    choice, arrival = Choice.parse(flags.choice), Arrival.parse(flags.arrival)
+    input_len = Lengths.parse(flags.input_len, "input_len")
+    output_len = Lengths.parse(flags.output_len, "output_len")
+    need("aiohttp", "weft bench serve needs aiohttp")
+    from weft.bench.serve import LoadPlan, run_serve
 
-        plan = LoadPlan(
-            endpoint=flags.endpoint,
-            models=split_names(flags.models) or (),
-            choice=choice,
-            arrival=arrival,
-            num_requests=flags.num_requests,
-            input_len=input_len,
-            output_len=output_len,
-            ignore_eos=flags.ignore_eos,
-            seed=flags.seed,
-            timeout_s=flags.timeout,
-        )
-        measure(run_serve, flags.url, flags.api_key, plan, flags.include_base)
+    plan = LoadPlan(
+        endpoint=flags.endpoint,
+        models=split_names(flags.models) or (),
+        choice=choice,
+        arrival=arrival,
+        num_requests=flags.num_requests,
+        input_len=input_len,
+        output_len=output_len,
+        ignore_eos=flags.ignore_eos,
+        seed=flags.seed,
+        timeout_s=flags.timeout,
+    )
+    measure(run_serve, flags.url, flags.api_key, plan, flags.include_base)
 
 
 for command in (kernels, churn, cold, alora, simulate):

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from weft.bench.cli.options import (
+    Measure,
     Model,
-    NoPlot,
-    Plot,
     Rank,
-    Record,
     Seed,
+    measuring,
     output_option,
-    reporting,
     workload_option,
 )
 from weft.core.errors import ConfigError
@@ -22,7 +20,9 @@ from weft.terminal.options import HELP, adapters_option, ending_in_one_line, mod
 Device = Annotated[Literal["auto", "cpu", "cuda"], model_option(help=HELP["device"])]
 
 
+@measuring
 def kernels(
+    measure: Measure,
     model: Model = None,
     device: Device = "auto",
     lora_backend: Annotated[
@@ -44,9 +44,6 @@ def kernels(
         int, workload_option(help="Each result is the median of this many runs.", min=1)
     ] = 9,
     seed: Seed = 0,
-    plot: Plot = Path("weft-bench-kernels.png"),
-    no_plot: NoPlot = False,
-    record: Record = None,
 ) -> None:
     """Measure each kernel for linear layers and adapters, against the time to move its bytes.
 
@@ -55,19 +52,18 @@ def kernels(
     expand). The floor is the time to read and write their bytes at the bandwidth that the same run
     measures. Exit status 1 if a result is further from fp32 than rounding explains.
     """
-    with reporting(None if no_plot else plot, record) as measure:
-        from weft.bench.kernels import KernelPlan, run_kernels
-        from weft.bench.workload import PATTERNS, parse_counts, parse_names
+    from weft.bench.kernels import KernelPlan, run_kernels
+    from weft.bench.workload import PATTERNS, parse_counts, parse_names
 
-        plan = KernelPlan(
-            batches=parse_counts(batch, "batch"),
-            patterns=parse_names(pattern, PATTERNS, "pattern"),
-            rank=rank,
-            repeats=repeats,
-            seed=seed,
-            quantization=quantization,
-        )
-        measure(run_kernels, model, device, lora_backend, plan)
+    plan = KernelPlan(
+        batches=parse_counts(batch, "batch"),
+        patterns=parse_names(pattern, PATTERNS, "pattern"),
+        rank=rank,
+        repeats=repeats,
+        seed=seed,
+        quantization=quantization,
+    )
+    measure(run_kernels, model, device, lora_backend, plan)
 
 
 def tune(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, ParamSpec, Protocol
 
@@ -95,26 +95,51 @@ class Measure(Protocol):
     ) -> NoReturn: ...
 
 
-@contextmanager
-def reporting(plot: Path | None, record: Path | None) -> Iterator[Measure]:
-    """Checks before anything slow that the files can be written."""
-    with ending_in_one_line():
-        tell_start("getting ready to measure, which takes some seconds")
-        from weft.bench.report import check_plot, check_writable, need, show
-        from weft.terminal.environment import collect
+def measuring(command: Callable[..., None]) -> Callable[..., None]:
+    """Let `command`, which takes `measure`, have the flags that say where its plot and its line of
+    JSON go. Whether these files can be written is checked before anything slow."""
+    own = inspect.signature(command, eval_str=True)
+    name = Path(f"weft-bench-{command.__name__}.png")
+    outputs = [
+        inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for each, default, kind in (
+            ("plot", name, Plot),
+            ("no_plot", False, NoPlot),
+            ("record", None, Record),
+        )
+    ]
 
-        def measure(run: Callable[P, Report], /, *args: P.args, **more: P.kwargs) -> NoReturn:
-            if plot is not None:
-                need("matplotlib", "plots need matplotlib, unless you say --no-plot")
-            report = run(*args, **more)
-            sections = collect()
-            environment = {name: sections[name] for name in ("weft", "machine", "gpu")}
-            show(report, environment, plot, record)
-            raise typer.Exit(0 if report.ok else 1)
+    @wraps(command)
+    def run(plot: Path, no_plot: bool, record: Path | None, **given: object) -> None:
+        with ending_in_one_line():
+            tell_start("getting ready to measure, which takes some seconds")
+            command(measure=_measure(None if no_plot else plot, record), **given)
 
-        check_plot(plot)
-        check_writable("record", record)
-        yield measure
+    kept = [p for p in own.parameters.values() if p.name != "measure"]
+    last = [p for p in kept if p.kind is p.VAR_KEYWORD]
+    parameters = [*(p for p in kept if p not in last), *outputs, *last]
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _measure(plot: Path | None, record: Path | None) -> Measure:
+    """Raises ConfigError if one of the files can't be written."""
+    from weft.bench.report import check_plot, check_writable, need, show
+    from weft.terminal.environment import collect
+
+    def measure(run: Callable[P, Report], /, *args: P.args, **more: P.kwargs) -> NoReturn:
+        if plot is not None:
+            need("matplotlib", "plots need matplotlib, unless you say --no-plot")
+        report = run(*args, **more)
+        sections = collect()
+        environment = {name: sections[name] for name in ("weft", "machine", "gpu")}
+        show(report, environment, plot, record)
+        raise typer.Exit(0 if report.ok else 1)
+
+    check_plot(plot)
+    check_writable("record", record)
+    return measure
 
 
 def split_names(text: str | None) -> tuple[str, ...] | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.bench.cli.options import NoPlot, Plot, Ranks, Record, Seed, reporting, workload_option
+from weft.bench.cli.options import Measure, Ranks, Seed, measuring, workload_option
 from weft.terminal.options import parse_bytes, with_flags
 
 if TYPE_CHECKING:
@@ -129,15 +128,11 @@ class SimulateFlags(FleetFlags):
         ),
     ] = False
     seed: Seed = 0
-    plot: Plot = Path("weft-bench-simulate.png")
-    no_plot: NoPlot = False
-    record: Record = None
 
 
+@measuring
 @with_flags
-def simulate(
-    flags: SimulateFlags,
-) -> None:
+def simulate(measure: Measure, flags: SimulateFlags) -> None:
     """Simulate an engine that serves a trace, with its real scheduler and policies and a modelled
     device. With --fleet, simulate many nodes and their router.
 
@@ -145,14 +140,13 @@ def simulate(
     column "best" is the hit rate of a cache that knows the future (Belady's MIN; for mixed ranks a
     greedy variant).
     """
-    with reporting(None if flags.no_plot else flags.plot, flags.record) as measure:
-        if flags.fleet is None:
-            from weft.bench.simulate import run_simulate
+    if flags.fleet is None:
+        from weft.bench.simulate import run_simulate
 
-            measure(run_simulate, _memory(flags))
-        from weft.bench.fleet_simulate import run_fleet
+        measure(run_simulate, _memory(flags))
+    from weft.bench.fleet_simulate import run_fleet
 
-        measure(run_fleet, _fleet(flags, flags.fleet))
+    measure(run_fleet, _fleet(flags, flags.fleet))
 
 
 def _memory(flags: SimulateFlags) -> SimulationPlan:
