@@ -41,6 +41,7 @@ from weft.schedule.plan import StepResult
 from weft.worker.gathered import Part
 from weft.worker.inputs import StepInputs
 from weft.worker.memory import host_bytes, shared_file
+from weft.worker.others import OtherRanks
 from weft.worker.parcels import content_of, fill, parcels
 from weft.worker.protocol import Flight, ProbeResult
 from weft.worker.records import (
@@ -101,7 +102,7 @@ class _Peer:
     stuck_s: dict[str, float] = field(default_factory=dict)
 
 
-class Peers:
+class Peers(OtherRanks):
     """Starts the other ranks, sends them orders, and takes their answers. Safe to use from any
     thread; orders from one thread keep their order."""
 
@@ -186,7 +187,6 @@ class Peers:
     # -- what all ranks do in one order --------------------------------------------------------
 
     def step(self, inputs: StepInputs) -> None:
-        """Raises RuntimeError if an earlier step failed on another rank."""
         self.check_steps()
         self._order(StepOrder.after(self._newest, inputs))
         self._newest = inputs
@@ -204,7 +204,6 @@ class Peers:
         self._order(InstallOrder(slot, start, image.layout))
 
     def settle(self) -> None:
-        """Wait until nothing runs on any rank. Raises EngineDead if one can't come to rest."""
         for done in self._ask(SettleOrder):
             try:
                 error = done.result(SETTLE_S)
@@ -229,7 +228,6 @@ class Peers:
     # -- what runs beside the steps ------------------------------------------------------------
 
     def write(self, start: int, image: AdapterImage, offset: int | None) -> list[Future[int]]:
-        """See `OtherRanks.write`."""
         num, where = image.layout.num_elements, DataPlace(offset)
         with self._parts(image, where) as files:
             return self._ask(lambda call: WriteOrder(call, start, num, where), files)
@@ -237,7 +235,6 @@ class Peers:
     def probe(
         self, image: AdapterImage, offset: int | None, *, paced: bool
     ) -> list[Future[ProbeResult | WeftError]]:
-        """Check the other ranks' parts of an image; see `write`."""
         # Not a view of the data, with which all of them would be sent.
         bare, where = replace(image, data=image.data.new_empty(0)), DataPlace(offset)
         with self._parts(image, where) as files:
@@ -270,7 +267,6 @@ class Peers:
         return found
 
     def close(self) -> None:
-        """End the other ranks."""
         if self._closing:
             return
         self._closing = True
