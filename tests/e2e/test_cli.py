@@ -40,6 +40,7 @@ from weft.registry.records import SetTenant
 from weft.registry.shared import SharedRegistry
 from weft.registry.stores import open_store
 from weft.registry.tenants_file import parse_tenants
+from weft.terminal import child_server
 from weft.terminal.options import (
     engine_parameters,
     parse_bytes,
@@ -568,7 +569,7 @@ def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
         assert command[:3] == [sys.executable, "-m", "weft"] and stderr == subprocess.STDOUT
         return start_weft(command[3:], stdout)
 
-    monkeypatch.setattr(demo.subprocess, "Popen", start)
+    monkeypatch.setattr(child_server.subprocess, "Popen", start)
     monkeypatch.setattr(demo, "WORDS_EACH", 1)
     monkeypatch.setattr(demo, "REPEATS", 1)
     done = CliRunner().invoke(app, ["demo"])

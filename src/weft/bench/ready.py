@@ -5,18 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from rich.table import Table
 
 from weft.bench.client import Endpoint, LoadClient
@@ -32,8 +26,9 @@ from weft.bench.report import Report, new_figure, new_table, progress
 from weft.bench.serve import LoadPlan, run_load, summarize
 from weft.bench.startup import RUNS
 from weft.bench.workload import Arrival, Choice, Lengths
-from weft.core.errors import ConfigError
+from weft.core.ports import check_free
 from weft.models.config import load_model_config
+from weft.terminal.child_server import child_server
 from weft.terminal.options import engine_flags
 
 if TYPE_CHECKING:
@@ -41,7 +36,6 @@ if TYPE_CHECKING:
 
 START_S = 600.0
 """How long a server may take to be ready."""
-STOP_S = 30.0
 BASE = "base"
 ENDPOINT: Endpoint = "completions"
 PATTERNS = ("base", "one", "uniform")
@@ -152,43 +146,18 @@ def _serve(
     options: Mapping[str, object],
     place: Path,
 ) -> ServedRun:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "weft", "serve", folder, f"--port={port}"]
-    command += [f"--served-model-name={BASE}", *engine_flags(options)]
-    command += [f"--adapter-cache-dir={place / 'images'}", f"--kernels={place / 'kernels'}"]
-    command += [f"--lora-modules={path.name}={path}" for path in adapters]
+    args = [folder, f"--served-model-name={BASE}", *engine_flags(options)]
+    args += [f"--adapter-cache-dir={place / 'images'}", f"--kernels={place / 'kernels'}"]
+    args += [f"--lora-modules={path.name}={path}" for path in adapters]
     os.sync()  # else the system would write the adapters' files to the disk while the server starts
-    began = time.perf_counter()
-    with (place / f"{run}.log").open("w+", encoding="utf-8") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait(process, url, place / f"{run}.log")
-            ready_s = time.perf_counter() - began
-            rounds = tuple(_rounds(url, plan))
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    port = check_free("127.0.0.1", 0, "--port")
+    with (
+        (place / f"{run}.log").open("w+", encoding="utf-8") as log,
+        child_server(args, port, log, START_S) as (url, ready_s),
+    ):
+        rounds = tuple(_rounds(url, plan))
     said = (place / f"{run}.log").read_text(encoding="utf-8").splitlines()
     return ServedRun(run, ready_s, tuple(said), rounds)
-
-
-def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Wait until a server is ready. Raises ConfigError with the end of what it said."""
-    until = time.monotonic() + START_S
-    with httpx.Client() as client:
-        while process.poll() is None and time.monotonic() < until:
-            try:
-                if client.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK:
-                    return
-            except httpx.HTTPError:
-                time.sleep(0.02)
-    raise ConfigError(f"the server did not start: {log.read_text()[-600:]}", "model")
 
 
 def _rounds(url: str, plan: ReadyPlan) -> Iterator[LoadRound]:

@@ -9,16 +9,12 @@ Where stdout is no terminal, its last line is the result as JSON.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import json
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from importlib.metadata import files
 from pathlib import Path
 from typing import Any
@@ -42,6 +38,7 @@ from weft.cli.demo_results import (
 from weft.core.errors import ConfigError
 from weft.core.folders import at_home
 from weft.core.ports import check_free
+from weft.terminal.child_server import child_server
 
 WORDS_EACH = 8
 """Requests for each adapter and for the base."""
@@ -50,7 +47,7 @@ REPEATS = 3
 PROMPT = "<|bos|><|user|>{}<|end|><|assistant|>"
 """What the base's chat template makes of a word."""
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 32}
-START_S, STOP_S, REQUEST_S = 240.0, 35.0, 60.0
+START_S, REQUEST_S = 240.0, 60.0
 SEED = 2026
 
 
@@ -65,7 +62,13 @@ def run_demo(folder: Path | None, port: int, hybrid: bool = False) -> bool:
     console.print(
         f"[bold]Weft[/]: {len(models) - 1} LoRA adapters over one base model, in one batch.\n"
     )
-    with _server(examples, port, console) as url:
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        console.status("Starting the server") as starting,
+        child_server(_serve_args(examples), port, log, START_S) as (url, seconds),
+    ):
+        starting.stop()
+        console.print(f"Server started in {seconds:.1f} s: {url}")
         outcome = asyncio.run(_ask(examples, url, models, console))
     console.print(table(examples, outcome))
     console.print(figures(outcome))
@@ -107,38 +110,11 @@ def _own_examples() -> Path:
 # -- the server ------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _server(examples: Examples, port: int, console: Console) -> Iterator[str]:
-    """`weft serve` as a process of its own, which ends with the block; its URL."""
-    url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "weft", "serve", *_serve_args(examples, port)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        previous = signal.signal(signal.SIGTERM, _exit)
-        try:
-            with console.status("Starting the server"):
-                seconds = _wait_until_healthy(process, url, log)
-            console.print(f"Server started in {seconds:.1f} s: {url}")
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            signal.signal(signal.SIGTERM, previous)
-
-
-def _serve_args(examples: Examples, port: int) -> list[str]:
+def _serve_args(examples: Examples) -> list[str]:
     """All adapters but the last, which is loaded while serving. One thread: a model this small
     gains nothing from more."""
     return [
         str(examples.base),
-        f"--port={port}",
         f"--served-model-name={BASE}",
         f"--lora-root={examples.folder / 'adapters'}",
         "--num-threads=1",
@@ -147,27 +123,6 @@ def _serve_args(examples: Examples, port: int) -> list[str]:
         "--lora-modules",
         *(f"{name}={examples.adapter(name)}" for name in examples.adapters[:-1]),
     ]
-
-
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Any) -> float:
-    """Seconds that it took. Raises ConfigError with the end of the server's log."""
-    started = time.monotonic()
-    while (waited := time.monotonic() - started) < START_S:
-        if process.poll() is not None:
-            raise ConfigError(f"the server did not start: {_tail(log)}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-            return waited
-        time.sleep(0.05)
-    raise ConfigError(f"the server was not ready within {START_S:.0f} s: {_tail(log)}")
-
-
-def _tail(log: Any) -> str:
-    log.seek(0)
-    return str(log.read()).strip()[-600:] or "it said nothing"
-
-
-def _exit(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 # -- the requests ----------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Parts that all commands share: flags, how commands end, and facts about the machine."""
+"""Parts that commands share: flags, how commands end, facts about the machine, a child server."""
