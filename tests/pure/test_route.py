@@ -309,11 +309,11 @@ def test_an_explanation_adds_up() -> None:
     found = fleet.place(request(), now=0.0)
     assert isinstance(found, Routed)
     rows = fleet.explain(found)
-    assert rows[0].node == found.node
-    assert {row.node for row in rows} == set(NAMES[:3])
+    assert rows[0]["node"] == found.node
+    assert {row["node"] for row in rows} == set(NAMES[:3])
     for row in rows:
-        parts = max(row.wait, row.load) + row.prefill + row.others + row.order + row.chance
-        assert row.total == pytest.approx(parts)
+        added = sum(row[name] for name in ("prefill", "others", "order", "chance"))
+        assert row["total"] == pytest.approx(max(row["wait"], row["load"]) + added)
 
 
 def test_a_policy_that_is_not_there() -> None:

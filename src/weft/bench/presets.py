@@ -229,7 +229,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-            "rms_norm_eps": 1e-5,
+        "rms_norm_eps": 1e-5,
         "dtype": "bfloat16",
         "vocab_size": 32_000,
         "hidden_size": 4096,

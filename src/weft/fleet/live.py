@@ -74,7 +74,7 @@ class Decisions:
                 "why": each.why,
                 "output_tokens": each.num_output,
                 "pins": each.pins,
-                "costs": [asdict(terms) for terms in router.explain(each.routed)],
+                "costs": router.explain(each.routed),
             }
             for key, decisions in self._by_request.items()
             for each in decisions

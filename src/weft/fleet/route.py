@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,20 +60,6 @@ class Terms(NamedTuple):
     closed: Floats
     """0 at nodes that take requests; much at those that would rather not; infinite at others."""
     total: Floats
-
-
-@dataclass(frozen=True, slots=True)
-class NodeTerms:
-    """What one node would cost a request, in seconds."""
-
-    node: str
-    total: float
-    wait: float
-    load: float
-    prefill: float
-    others: float
-    order: float
-    chance: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,21 +262,15 @@ class Router:
         excess = (open_of[tenant] / total) / (weight / (weight + others))
         return self._max_wait_s / max(excess, 1.0)
 
-    def explain(self, routed: Routed) -> list[NodeTerms]:
-        """What each node that could serve the request would have cost it, the cheapest first."""
-        terms = routed.terms
-        found = [
-            NodeTerms(
-                node.name,
-                float(terms.total[i]),
-                max(float(terms.wait[i]), 0.0),
-                float(terms.load[i]),
-                float(terms.prefill[i]),
-                float(terms.others[i]),
-                float(terms.order[i]),
-                0.0 if terms.chance is None else float(terms.chance[i]),
-            )
-            for i, node in self.view.nodes.items()
-            if i < len(terms.total) and terms.total[i] < np.inf
-        ]
-        return sorted(found, key=lambda each: (each.total, each.node))
+    def explain(self, routed: Routed) -> list[dict[str, Any]]:
+        """What each node that could serve the request would have cost it, the cheapest first: the
+        name of the `node`, and in seconds the `total` and its parts, as in `Terms`."""
+        terms, found = routed.terms, list[dict[str, Any]]()
+        for i, node in self.view.nodes.items():
+            if i < len(terms.total) and terms.total[i] < np.inf:
+                parts = {
+                    name: 0.0 if (part := getattr(terms, name)) is None else float(part[i])
+                    for name in ("total", "wait", "load", "prefill", "others", "order", "chance")
+                }
+                found.append({"node": node.name, **parts, "wait": max(parts["wait"], 0.0)})
+        return sorted(found, key=lambda each: (each["total"], each["node"]))
