@@ -17,7 +17,8 @@ from patience import PATIENCE_S
 from rich.console import Console
 
 from weft.cli import top
-from weft.cli.scrapes import Scrape, TierLoad, View, measure, parse, plain_url, quantile
+from weft.cli.asking import plain_url
+from weft.cli.scrapes import Scrape, TierLoad, View, measure, parse, quantile
 from weft.cli.top import run_top
 from weft.cli.watch import Watched
 from weft.core.errors import Unreachable

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli.asking import in_path, plain_url, unreachable
 from weft.core.errors import InvalidRequest, WeftError
 from weft.terminal.options import ApiKey, ending_in_one_line, refusal_of
 from weft.terminal.plain import plain
@@ -53,8 +54,6 @@ def chat(
     Each line is a message. /help lists commands. Ctrl-C stops an answer.
     """
     import httpx
-
-    from weft.cli.scrapes import plain_url, unreachable
 
     with ending_in_one_line():
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -145,8 +144,6 @@ class Talk:
 
     def choose(self, model: str) -> None:
         """Let this model answer from now on. Raises Unreachable, InvalidRequest."""
-        from weft.cli.scrapes import in_path
-
         if model:
             with self._reaching():
                 self.model = str(self._get(f"/v1/models/{in_path(model)}")["id"])
@@ -197,8 +194,6 @@ class Talk:
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
         import httpx
-
-        from weft.cli.scrapes import unreachable
 
         try:
             yield

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
 from ipaddress import IPv4Address
@@ -22,8 +19,9 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from weft.bench.report import FILE_WIDTH
+from weft.cli.asking import ask, ask_any
 from weft.cli.nodes_table import nodes_table, show_state
-from weft.core.errors import ConfigError, InvalidRequest, Unreachable, WeftError
+from weft.core.errors import ConfigError, InvalidRequest, Unreachable
 from weft.core.folders import at_home, home_folder
 from weft.core.ports import check_free
 from weft.fleet.launchers import NODE, ClusterArgs, ClusterFolder, Launcher, Placed
@@ -31,15 +29,13 @@ from weft.fleet.launchers.found import find_nodes
 from weft.fleet.launchers.local import HOST, MAX_FAILED, LocalLauncher
 from weft.registry.stores import local_path, open_store
 from weft.terminal.commands import Commands
-from weft.terminal.options import Interval, ending_in_one_line, key_to_send, refusal_of
-from weft.terminal.plain import plain_json
+from weft.terminal.options import Interval, ending_in_one_line, key_to_send
 
 if TYPE_CHECKING:
     from weft.fleet.launchers.ray_cluster import RayCluster
 
 LOOK_S = 0.5
 """How often the process of `weft cluster up` looks after its nodes."""
-TIMEOUT_S = 10.0
 ON_RAY = "ray"
 """As --at has it."""
 
@@ -259,44 +255,6 @@ def placed(name: str, at: str | None) -> Sequence[Placed]:
         message = f"the cluster {name} has no nodes; weft cluster up starts some"
         raise ConfigError(message, "name")
     return nodes
-
-
-# -- questions to nodes --------------------------------------------------------------------------
-
-
-def ask(url: str, path: str, key: str, body: object = None) -> Any:
-    """A node's answer. Raises Unreachable, InvalidRequest with what the node says."""
-    from weft.cli.scrapes import said_of_fleet, unreachable
-
-    request = urllib.request.Request(url + path)
-    if key:
-        request.add_unredirected_header("Authorization", f"Bearer {key}")
-    if body is not None:
-        request.data = json.dumps(body).encode()
-        request.add_header("Content-Type", "application/json")
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            return said_of_fleet(url, path, plain_json(json.load(answer)))
-    except urllib.error.HTTPError as error:
-        with error:
-            text = error.read().decode(errors="replace") or f"status {error.code}"
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            text = json.loads(text)["error"]["message"]
-        raise InvalidRequest(refusal_of(error.code, f"{url}{path}: {text}")) from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise unreachable(url, error) from None
-
-
-def ask_any(nodes: Sequence[Placed], path: str, key: str, body: object = None) -> Any:
-    """The answer of the first node that gives one. Raises InvalidRequest with what a node says, or
-    Unreachable if none says anything."""
-    errors: list[WeftError] = [Unreachable("no node of the cluster answers")]
-    for url in (node.url for node in nodes if node.url):
-        try:
-            return ask(url, path, key, body)
-        except (Unreachable, InvalidRequest) as error:
-            errors.append(error)
-    raise next((each for each in errors if isinstance(each, InvalidRequest)), errors[-1])
 
 
 def _under_its_own_name(node: Placed, key: str) -> Placed:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.asking import in_path, plain_url, unreachable
 from weft.cli.releases import NamedAdapter, Registry, actor, opened, say_new
 from weft.core.errors import AdapterError, ConfigError, RegistryUnavailable
 from weft.core.interrupts import interrupts_at_once
@@ -97,7 +98,6 @@ def _send(
 ) -> None:
     import httpx
 
-    from weft.cli.scrapes import in_path, plain_url, unreachable
     from weft.publishing import check, files_of_folder
     from weft.registry.unpack import tar_of
 

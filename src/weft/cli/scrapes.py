@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import http.client
-import re
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
-from urllib.parse import quote
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from weft.core.errors import InvalidRequest, Unreachable
+from weft.cli.asking import request_to, unreachable
+from weft.core.errors import Unreachable
 from weft.terminal.plain import plain
 
 TIMEOUT_S = 5.0
@@ -108,9 +106,7 @@ def steady_time() -> float:
 def fetch(url: str, key: str) -> Scrape:
     """The server's metrics now; `key` is the bearer token, if it is not "". Raises Unreachable."""
     try:
-        request = urllib.request.Request(f"{url}/metrics")
-        if key:  # not to where the server may redirect to
-            request.add_unredirected_header("Authorization", f"Bearer {key}")
+        request = request_to(f"{url}/metrics", key)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return parse(answer.read().decode("utf-8", "replace"), steady_time())
     except Unreachable as error:
@@ -121,51 +117,6 @@ def fetch(url: str, key: str) -> Scrape:
         raise Unreachable(said) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise unreachable(url, error) from None
-
-
-def unreachable(url: str, error: Exception) -> Unreachable:
-    """What to say of a server to which no connection can be made, or whose answer breaks off."""
-    reason = getattr(error, "reason", None) or error
-    why = getattr(reason, "strerror", None) or str(reason) or type(error).__name__
-    without_number = re.sub(r"^\[Errno -?[0-9]+\] ", "", why)
-    return Unreachable(f"can't reach {url}: {without_number}")
-
-
-def said_of_fleet(url: str, path: str, said: Any) -> Any:
-    """What a server said at `path`, one of the routes of a fleet. Raises InvalidRequest if it lacks
-    what a Weft server says there."""
-    if path == "/fleet":
-        good = _has_list(said, "nodes", {"node", "own", "state"})
-    elif path.startswith("/fleet/why/"):
-        good = _has_list(said, "placed", {"request_id", "node", "why", "pins", "costs"})
-    else:
-        good = isinstance(said, dict) and "draining" in said
-    if not good:
-        raise InvalidRequest(f"{url}{path} is not from a Weft server")
-    return said
-
-
-def _has_list(said: Any, field: str, fields: set[str]) -> bool:
-    """Whether a field holds a list of objects with these fields."""
-    each = said.get(field) if isinstance(said, dict) else None
-    return isinstance(each, list) and all(
-        isinstance(one, dict) and fields <= one.keys() for one in each
-    )
-
-
-def plain_url(given: str) -> str:
-    """`localhost:8000/v1/` and `localhost:8000/metrics` as http://localhost:8000. Raises
-    Unreachable."""
-    url = given if "://" in given else f"http://{given}"
-    plain = url.rstrip("/").removesuffix("/metrics").removesuffix("/v1").rstrip("/")
-    if "://" not in plain:
-        raise Unreachable(f"can't reach {given!r}: no server is named")
-    return plain
-
-
-def in_path(name: str) -> str:
-    """The name as a part of a URL's path. Its dots are escaped, as clients resolve `..`."""
-    return quote(name).replace(".", "%2E")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.scrapes import TierLoad, View, plain_url
+from weft.cli.asking import plain_url
+from weft.cli.scrapes import TierLoad, View
 from weft.cli.watch import Watched, show
 
 NAME_WIDTH = 12
