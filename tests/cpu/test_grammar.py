@@ -37,8 +37,8 @@ from weft.grammar.processes import CompilerProcesses
 from weft.grammar.vocabulary import Vocabulary
 from weft.text import Tokenizer, load_tokenizer
 from weft.text.calls.forms import schemas_of, tools_schema
+from weft.text.calls_or_text import EitherParser, begins_of_calls, calls_or
 from weft.text.chat_parser import ChatParser
-from weft.text.either import EitherParser, begins_of_calls, calls_or
 from weft.text.harmony import HarmonyParser
 from weft.text.tools import TOOL_FORMATS
 

@@ -31,8 +31,14 @@ from tiny import BASE
 from toy_tokenizers import byte_level
 
 from weft.cli import connections
-from weft.cli.connections import SPARE, ConnectionLimits, Places, connection_limits
-from weft.cli.front import BESIDE, served_beside
+from weft.cli.connections import (
+    METRICS_LIMITS,
+    SPARE,
+    ConnectionLimits,
+    Places,
+    connection_limits,
+    served_beside,
+)
 from weft.core.locked_folder import LockedFolder
 from weft.fleet.process import SOCKETS
 
@@ -267,7 +273,8 @@ def test_the_address_for_metrics_has_limits_too(
     async def scenario(listener: socket.socket) -> None:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with served_beside(world.app.state.metrics_app, listener):
-            silent = [await asyncio.to_thread(connect, url) for _ in range(BESIDE.per_address)]
+            places = range(METRICS_LIMITS.per_address)
+            silent = [await asyncio.to_thread(connect, url) for _ in places]
             assert await asyncio.to_thread(is_closed, connect(url)), "one too many"
             assert await asyncio.to_thread(is_closed, silent[-1]), "no head in time"
             await asyncio.to_thread(answered, url, HEALTH)

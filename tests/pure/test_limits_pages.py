@@ -10,7 +10,6 @@ import pytest
 from weft.api import bodies, http, reading, schemas
 from weft.api.settings import ApiSettings
 from weft.cli import connections
-from weft.cli.front import BESIDE
 from weft.core import folders, sampling
 from weft.grammar import check, grammars, matcher
 from weft.registry import tenants_file
@@ -109,4 +108,5 @@ def test_the_table_says_what_holds(page: str, heading: str) -> None:
 def test_the_rest_is_said_in_sentences() -> None:
     text = (DOCS / "operations.md").read_text()
     assert f"{connections.SPARE} more are taken" in text
-    assert f"port takes {BESIDE.in_all} connections, {BESIDE.per_address} of one" in text
+    limits = connections.METRICS_LIMITS
+    assert f"port takes {limits.in_all} connections, {limits.per_address} of one" in text

@@ -25,9 +25,9 @@ from weft.fleet.keys import (
     KeyedNodes,
     Orders,
 )
+from weft.fleet.latest_reports import LatestReports
 from weft.fleet.reports import NodeReport, update_between
 from weft.fleet.route import POLICIES, Routed, Router, Shed
-from weft.fleet.told import Told
 from weft.fleet.view import TRANSIT_S, RoutedRequest
 
 MB = 1 << 20
@@ -191,7 +191,7 @@ def test_what_was_sent_counts_until_a_report_has_seen_it() -> None:
 
 def test_routers_that_know_the_same_do_not_all_choose_one_node() -> None:
     """Eight routers hear the same reports now and then; between two of them, node 0 looks best."""
-    told = Told()
+    told = LatestReports()
     routers = [Router(told=told) for _ in range(8)]
     there = replace(IDLE, max_seats=64, num_running=10, resident=frozenset({7}))
     fleet = [replace(there, num_running=9), *[there] * 5]

@@ -25,7 +25,7 @@ from toy_tokenizers import byte_level
 from weft.api import audit as audit_module
 from weft.api.audit import AuditEntry, AuditLog
 from weft.api.callers import client_var
-from weft.cli.front import FrontDoor
+from weft.cli.access_control import AccessControl
 from weft.core.tenants import Caps, Tenant
 from weft.registry.tenants_file import TenantsFile
 
@@ -378,7 +378,7 @@ def test_an_open_server_that_others_reach_is_warned_of(
 ) -> None:
     (tmp_path / "tenants.toml").write_text(TENANTS)
     tenants = TenantsFile(tmp_path / "tenants.toml") if has_tenants else None
-    FrontDoor(tenants, None).warn_if_open(keys, address)
+    AccessControl(tenants, None).warn_if_open(keys, address)
     assert ("requests need no key" in caplog.text) == warns
 
 
@@ -443,17 +443,17 @@ async def test_the_engine_is_told_of_the_tenants_now_and_when_they_change(tmp_pa
     file = tmp_path / "tenants.toml"
     file.write_text("[tenants.a]\nweight = 2")
     world = World(tmp_path, byte_level())
-    door = FrontDoor(TenantsFile(file), None)
+    access = AccessControl(TenantsFile(file), None)
     file.write_text("[tenants.a]\nweight = 3")
-    door.renew()
-    await door.tell(world.engine)
+    access.renew()
+    await access.tell(world.engine)
     assert world.engine.tenants == [Tenant("a", 3.0)]
     file.write_text("[tenants.a]\n[tenants.b.caps]\nmax_seats = 2")
-    door.renew()
+    access.renew()
     await until(lambda: len(world.engine.tenants) == 2)
     assert world.engine.tenants[1] == Tenant("b", caps=Caps(max_seats=2))
     file.write_text("[tenants.c]\nx = 1")
-    door.renew()
+    access.renew()
     await asyncio.sleep(0)
     assert [tenant.name for tenant in world.engine.tenants] == ["a", "b"]
 

@@ -33,8 +33,8 @@ from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.serving import Pinned
 from weft.text import OutputDelta
 from weft.text.calls.forms import schemas_of, tools_schema
+from weft.text.calls_or_text import EitherParser, calls_or
 from weft.text.chat_parser import ChatParser
-from weft.text.either import EitherParser, calls_or
 from weft.text.harmony import HarmonyParser
 from weft.text.json_stream import WholePairs, is_json
 from weft.text.pieces import Piece, TextDelta, ToolCallDelta

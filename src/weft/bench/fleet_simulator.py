@@ -22,8 +22,8 @@ from weft.bench.fleet_trace import FleetAsk
 from weft.bench.workload import rng_of
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.fleet.consolidate import Consolidator, loads_of
+from weft.fleet.latest_reports import LatestReports
 from weft.fleet.route import Router, Shed
-from weft.fleet.told import Told
 from weft.fleet.view import TRANSIT_S, RoutedRequest
 from weft.schedule.cache import Holding
 from weft.schedule.sketch import prefix_keys
@@ -126,7 +126,7 @@ class FleetSimulator:
         self._seconds = seconds
         self.nodes = [self._new_node(i) for i in range(setup.num_nodes)]
         transit_s = TRANSIT_S if setup.report_s else 0.0
-        self._told = None if setup.faults_each_s else Told()
+        self._told = None if setup.faults_each_s else LatestReports()
         """What all routers hear; None: links may be cut, so that each hears for itself."""
         self.routers = [
             Router(setup.policy, transit_s, told=self._told) for _ in range(setup.num_routers)

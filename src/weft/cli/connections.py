@@ -2,7 +2,8 @@
 and which tenant's request is begun next.
 
 uvicorn parses and answers; it has no limits of its own for clients that connect and say nothing.
-`http_config` makes the configuration of all servers of the application.
+`http_config` makes the configuration of all servers of the application. `served_beside` serves
+metrics at an address of their own.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import ipaddress
 import logging
 import re
 import resource
+import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -66,6 +68,10 @@ class ConnectionLimits:
     in_all: int
     per_address: int
     """From one address, or one IPv6 network of 64 bits; 0: no limit."""
+
+
+METRICS_LIMITS = ConnectionLimits(64, 16)
+"""Connections to the address for metrics. They take from the files that `RESERVED_FILES` leaves."""
 
 
 def connection_limits(per_address: int | None = None) -> ConnectionLimits:
@@ -340,3 +346,26 @@ async def _answer_probes(app: ASGIApp, scope: Scope, receive: Receive, send: Sen
     else:
         error = Overloaded("the server has too many connections", retry_after_s=1)
         await error_response(error, scope["path"])(scope, receive, send)
+
+
+class _BesideServer(uvicorn.Server):
+    """A server that leaves signals to the one beside which it runs."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def served_beside(app: FastAPI, listener: socket.socket | None) -> AsyncIterator[None]:
+    """A context in which the application is served on this listener; None: nowhere."""
+    if listener is None:
+        yield
+        return
+    server = _BesideServer(http_config(app, METRICS_LIMITS, lifespan="off", log_level="warning"))
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        await asyncio.wait({serving})

@@ -21,12 +21,12 @@ from rich.console import Console, RenderableType
 from weft.api import ApiSettings, create_app
 from weft.api.http import READER_TIMEOUT_S
 from weft.api.settings import parse_key
+from weft.cli.access_control import AccessControl
 from weft.cli.args import LoraModule, ServeFlags
-from weft.cli.connections import ConnectionLimits, connection_limits, http_config
+from weft.cli.connections import ConnectionLimits, connection_limits, http_config, served_beside
 from weft.cli.deadline import end_within, end_without_threads
 from weft.cli.engines import leave_fleet, start_engine, until_empty
 from weft.cli.first_adapters import bring_to_device, load_adapters
-from weft.cli.front import FrontDoor, served_beside
 from weft.cli.summary import num_shared, start_in_words, summary
 from weft.core.config import EngineArgs, ModelArgs
 from weft.core.errors import ConfigError, WeftError
@@ -74,7 +74,7 @@ class _Start:
     """The adapters to load before serving."""
     roots: AdapterRoots
     allowed: Allowed
-    door: FrontDoor
+    access: AccessControl
     connections: ConnectionLimits
     shared: SharedRegistry | None
     """What it follows."""
@@ -97,10 +97,10 @@ def run(engine: EngineArgs, flags: ServeFlags, begun_s: float) -> None:
     fleet = flags.fleet_args()
     tenants = flags.tenants_file() if shared is None else flags.shared_tenants(shared)
     api = replace(api, page=flags.page(tenants))
-    door = FrontDoor(tenants, flags.audit_log)
+    access = AccessControl(tenants, flags.audit_log)
     allowed = flags.allowed()
     start = _Start(
-        engine, flags, api, modules, roots, allowed, door, limits, shared, fleet, begun_s
+        engine, flags, api, modules, roots, allowed, access, limits, shared, fleet, begun_s
     )
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_run_server(start))
@@ -159,7 +159,7 @@ async def _run_server(start: _Start) -> None:
 
     _on_signals(stop)
     if flags.keeps_on_hangup():
-        start.door.on_hangup()
+        start.access.on_hangup()
     with contextlib.ExitStack() as bound:
         listener = None
         if not flags.no_api:
@@ -195,7 +195,7 @@ async def _start_and_serve(
     try:
         if start.api.tenants:
             await engine.set_tenants(list(start.api.tenants.values()))
-        await start.door.tell(engine)
+        await start.access.tell(engine)
         rule = await asyncio.to_thread(_embedding_rule, start.engine.model)
         app = create_app(
             engine,
@@ -204,8 +204,8 @@ async def _start_and_serve(
             Sources(start.roots, start.allowed, contents, start.flags.max_adapter_size),
             replace(start.api, embedding=rule),
             traces=traces,
-            tenants=start.door.tenants,
-            audit=start.door.audit,
+            tenants=start.access.tenants,
+            audit=start.access.audit,
             shared=None if shared is None or blobs is None else (shared, blobs),
             fleet=fleet,
         )
@@ -232,7 +232,7 @@ async def _start_and_serve(
                 show(shown)
                 await _serve_nodes(app, engine, flags.shutdown_timeout)
             else:
-                start.door.warn_if_open(flags.keys(), listener.getsockname()[0])
+                start.access.warn_if_open(flags.keys(), listener.getsockname()[0])
                 await _serve_http(app, start, engine, listener, lambda: show(shown))
     finally:
         await engine.close()
@@ -317,14 +317,14 @@ async def _follow(start: _Start, shared: SharedRegistry, follower: Follower) -> 
 
     def told(*_: object) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(start.door.follow)
+            loop.call_soon_threadsafe(start.access.follow)
 
     shared.listen(told)
     logger.info("start: adapters of the registry")
     await follower.start(start.flags.registry_boot == "eager")
-    start.door.follow()
+    start.access.follow()
     if shared.state.seq == 0:  # perhaps a file system is not mounted yet
-        rest = ", so requests need no key" if start.door.is_open(start.flags.keys()) else ""
+        rest = ", so requests need no key" if start.access.is_open(start.flags.keys()) else ""
         message = "the registry %s is empty: it has neither adapters nor tenants%s"
         logger.warning(message, start.flags.registry, rest)
 

@@ -18,7 +18,7 @@ class Submit:
     request: EngineRequest
     form_place: int | None = None
     """Where both ends of a link between processes keep the request's form; see
-    `weft.fleet.sent`."""
+    `weft.fleet.sent_requests`."""
 
 
 @dataclass(frozen=True, slots=True)

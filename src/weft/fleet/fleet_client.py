@@ -40,10 +40,10 @@ from weft.core.errors import (
 from weft.core.requests import EngineRequest, TokenEvent, error_event
 from weft.core.stats import EngineInfo, EngineStats, FleetFigures
 from weft.core.tenants import Tenant
-from weft.fleet.live import (
+from weft.fleet.live_requests import (
     Decision,
     Decisions,
-    Live,
+    LiveRequest,
     ResumeTurn,
     add_to_output,
     all_described,
@@ -99,7 +99,7 @@ class FleetClient:
         """By name: those whose engines are up, or were, for its own."""
         self.figures = FleetFigures()
         self.adapters = PlacedAdapters(partial(holders_of, self.nodes))
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._ids = itertools.count()
         self._turns = asyncio.Semaphore(MAX_RESUMING)
         self._decisions = Decisions()
@@ -185,7 +185,7 @@ class FleetClient:
         if found:
             self._spawn(self._move(found, why))
 
-    async def _move(self, found: Sequence[Live], why: str) -> None:
+    async def _move(self, found: Sequence[LiveRequest], why: str) -> None:
         """Move requests to other nodes. Each continues where it is until its turn to move."""
         for live in found:
             live.leaving = True
@@ -210,7 +210,7 @@ class FleetClient:
         """Besides what engines answer, raises Overloaded if no node could begin with it soon."""
         if request.request_id in self._live:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        live = self._live[request.request_id] = Live(request, list(request.output_ids))
+        live = self._live[request.request_id] = LiveRequest(request, list(request.output_ids))
         turn: ResumeTurn | None = None
         try:
             while True:
@@ -247,14 +247,14 @@ class FleetClient:
             if live.turn is not None:
                 live.turn.end()
 
-    def _depart(self, live: Live, ended: bool) -> None:
+    def _depart(self, live: LiveRequest, ended: bool) -> None:
         """An attempt is over."""
         if live.node is not None and live.attempt is not None:
             num_tokens = len(live.output) if ended else None
             self.router.view.end(live.node.name, live.attempt, num_tokens)
         live.node = live.attempt = None
 
-    def _is_refused(self, live: Live, event: TokenEvent) -> bool:
+    def _is_refused(self, live: LiveRequest, event: TokenEvent) -> bool:
         """Whether an event says that the node can't serve the request, to be tried elsewhere."""
         node = live.node
         assert node is not None
@@ -271,7 +271,7 @@ class FleetClient:
             return False
         return live.num_lost <= MAX_LOSSES
 
-    def _count_loss(self, live: Live, error: EngineDead) -> TokenEvent | None:
+    def _count_loss(self, live: LiveRequest, error: EngineDead) -> TokenEvent | None:
         """The node of a request is lost. Its last event, if it is not to go on."""
         if live.moving is not None and live.node is not None:
             self.figures.moves += 1
@@ -290,7 +290,7 @@ class FleetClient:
         message = "engines of several nodes died while they computed this request"
         return error_event(live.request.request_id, RequestRefused(message, "prompt"))
 
-    async def _place(self, live: Live) -> tuple[Node, EngineRequest]:
+    async def _place(self, live: LiveRequest) -> tuple[Node, EngineRequest]:
         """Choose a node for a request, and load its adapter there. Returns what to send the node.
 
         Raises EngineDead if there is no node for long, AdapterError if none can have the adapter or
@@ -332,14 +332,14 @@ class FleetClient:
             else:
                 return node, self._begin(live, node, wanted, routed)
 
-    def _routed_request(self, live: Live) -> RoutedRequest:
+    def _routed_request(self, live: LiveRequest) -> RoutedRequest:
         adapter = live.request.adapter
         info = self.adapters.info(adapter.digest) if adapter is not None else None
         attempt = f"{self.process[:12]}.{next(self._ids)}"
         return routed_request(live, attempt, info, self.info.block_size)
 
     def _begin(
-        self, live: Live, node: Node, attempt: RoutedRequest, routed: Routed
+        self, live: LiveRequest, node: Node, attempt: RoutedRequest, routed: Routed
     ) -> EngineRequest:
         """Begin an attempt on a node. Returns the request to send to it."""
         now = asyncio.get_running_loop().time()

@@ -39,7 +39,7 @@ from weft.core.requests import EngineRequest, TokenEvent, error_event
 from weft.fleet.curve import DOMAIN, FleetKey
 from weft.fleet.lender import ContentLender
 from weft.fleet.reports import REPORT_S, ReportUpdate
-from weft.fleet.sent import ReceivedRequests
+from weft.fleet.sent_requests import ReceivedRequests
 from weft.fleet.supervisor import Supervisor
 from weft.fleet.tcp import LAST_WORDS_MS, QUEUED
 from weft.fleet.wire import (

@@ -19,7 +19,7 @@ from weft.core.errors import AdapterUnavailable, EngineDead, WeftError
 from weft.core.load import adapter_key
 from weft.core.requests import EngineRequest
 from weft.fleet.consolidate import Placement
-from weft.fleet.live import Live, too_short
+from weft.fleet.live_requests import LiveRequest, too_short
 from weft.fleet.view import FleetView
 from weft.registry.labels import NODES, NodePin
 
@@ -225,13 +225,13 @@ class PlacedAdapters:
 
     # -- what pins mean ------------------------------------------------------------------------
 
-    def avoided(self, live: Live, nodes: Mapping[str, Node]) -> frozenset[str]:
+    def avoided(self, live: LiveRequest, nodes: Mapping[str, Node]) -> frozenset[str]:
         """The names of nodes that may not, or can't, serve a request now."""
         digests = live.request.digests if self.pins else ()
         barred = self._barred(digests, nodes.values())
         return live.shunned | live.lacking | barred | too_short(live, nodes, self.longest)
 
-    def unmet(self, live: Live, nodes: Mapping[str, Node]) -> WeftError | None:
+    def unmet(self, live: LiveRequest, nodes: Mapping[str, Node]) -> WeftError | None:
         """What a request fails with if no node that may serve its adapters is up, or no node has
         room for it."""
         if nodes and too_short(live, nodes, self.longest) == nodes.keys():

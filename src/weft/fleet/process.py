@@ -26,7 +26,7 @@ from weft.core.locked_folder import LockedFolder
 from weft.core.messages import Command, Pulse, Report, Started, Stop, Submit, SubmitAgain
 from weft.core.processes import die_with_parent
 from weft.fleet.client import LinkClient
-from weft.fleet.sent import ReceivedRequests, SentRequests
+from weft.fleet.sent_requests import ReceivedRequests, SentRequests
 from weft.fleet.wire import COMMANDS, ORDERS, REPORTS, EngineOrder
 from weft.metrics.logs import configure_logging, configured_logging
 from weft.worker.spawn import spawn_ahead

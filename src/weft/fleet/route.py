@@ -13,7 +13,8 @@ A request r goes to the node i of least
               adapter if none of them has that
     order     a little for each place in the adapter's own order of all nodes (rendezvous hashing:
               Thaler and Ravishankar, 1998), so that routers agree on where an adapter goes first
-    chance    what requests that others have sent may cost there, at random (`weft.fleet.unseen`)
+    chance    what requests that others have sent may cost there, at random
+              (`weft.fleet.unseen_requests`)
 
 All of it is in seconds, from coefficients that the engines measure. As others' time counts,
 requests stay where their adapter is until that costs more than loading it elsewhere.
@@ -34,7 +35,7 @@ import numpy as np
 
 from weft.core.errors import ConfigError
 from weft.fleet.keys import NUM_CODES, RUNNING, Floats, hash_of
-from weft.fleet.told import ROWS_S, Told
+from weft.fleet.latest_reports import ROWS_S, LatestReports
 from weft.fleet.view import TRANSIT_S, FleetView, RoutedRequest
 
 SATURATED_S = 1.0
@@ -139,7 +140,7 @@ class Router:
         policy: str = "cost",
         transit_s: float = TRANSIT_S,
         max_wait_s: float = math.inf,
-        told: Told | None = None,
+        told: LatestReports | None = None,
     ) -> None:
         self.view = FleetView(transit_s, told)
         self._policy = find_policy(policy)

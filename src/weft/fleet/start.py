@@ -15,7 +15,7 @@ from weft.core.ports import check_free
 from weft.fleet.controller import Controller
 from weft.fleet.curve import read_fleet_key
 from weft.fleet.fleet_client import FleetClient
-from weft.fleet.live import holders_of
+from weft.fleet.live_requests import holders_of
 from weft.fleet.members import Members, is_address
 from weft.fleet.node import OwnNode
 from weft.fleet.peers import PeerContents

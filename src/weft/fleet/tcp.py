@@ -31,7 +31,7 @@ from weft.fleet.client import LinkClient
 from weft.fleet.curve import FleetKey
 from weft.fleet.patience import Patience
 from weft.fleet.reports import NodeReport, ReportReceiver, ReportUpdate
-from weft.fleet.sent import SentRequests
+from weft.fleet.sent_requests import SentRequests
 from weft.fleet.wire import DOWN, UP, Beat, Down, Drain, Gone, Hello, Rest, Up, Welcome
 
 logger = logging.getLogger(__name__)

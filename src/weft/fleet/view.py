@@ -1,5 +1,5 @@
-"""What a router knows of all nodes: what they told last (`weft.fleet.told`), and what this router
-has sent there or seen end there since.
+"""What a router knows of all nodes: their latest reports (`weft.fleet.latest_reports`), and what
+this router has sent there or seen end there since.
 
 A report may lack what was sent shortly before it came, so that is added to it again.
 """
@@ -15,9 +15,9 @@ import numpy as np
 
 from weft.fleet.crowd import Crowd
 from weft.fleet.keys import COMING, RESIDENT, RUNNING, Floats, Ints
+from weft.fleet.latest_reports import LatestReports
 from weft.fleet.reports import ReportUpdate
-from weft.fleet.told import Told
-from weft.fleet.unseen import Unseen
+from weft.fleet.unseen_requests import UnseenRequests
 
 TRANSIT_S = 0.02
 """How long a request and a report may be under way, together."""
@@ -109,11 +109,11 @@ class OnWay:
 class FleetView:
     """Owner of what one router knows of all nodes."""
 
-    def __init__(self, transit_s: float = TRANSIT_S, told: Told | None = None) -> None:
+    def __init__(self, transit_s: float = TRANSIT_S, told: LatestReports | None = None) -> None:
         """`transit_s`: a report has seen what was sent this long before it came. `told`: what
         nodes tell, if several routers of one process hear the same."""
         self._transit_s = transit_s
-        self.told = told or Told()
+        self.told = told or LatestReports()
         self._heard = self._taken = 0
         """How many of the reports have been heard, and how many are in the arrays."""
         self.nodes: dict[int, NodeState] = {}
@@ -124,7 +124,7 @@ class FleetView:
         """And their prefixes."""
         self._loading: Counter[int] = Counter()
         """How many loads such requests cause, by node."""
-        self.unseen = Unseen()
+        self.unseen = UnseenRequests()
         self._queues = np.zeros((2, 0))
         """As in `LoadTable`, with what was sent and has ended since the reports."""
         self._crowd = Crowd()
@@ -377,7 +377,7 @@ class FleetView:
         return load_s, rows_s
 
     def chance_s(self, request: RoutedRequest, load: Floats) -> Floats | None:
-        """See `Unseen.chance_s`."""
+        """See `UnseenRequests.chance_s`."""
         return self.unseen.chance_s(request.request_id, load, self.told.num_open)
 
     def check(self) -> None:

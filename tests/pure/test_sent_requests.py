@@ -7,7 +7,7 @@ import random
 from weft.core.messages import Submit, SubmitAgain
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams, StructuredOutputs
-from weft.fleet.sent import NUM_PLACES, ReceivedRequests, SentRequests
+from weft.fleet.sent_requests import NUM_PLACES, ReceivedRequests, SentRequests
 from weft.fleet.wire import COMMANDS
 
 

@@ -54,7 +54,7 @@ _PLACES = _places()
 
 
 @dataclass(slots=True)
-class ToldNode:
+class ReportedNode:
     """What a node told last."""
 
     name: str
@@ -93,7 +93,7 @@ class LoadTable:
         self.seats, self.token_s = np.zeros((2, 0))
         """Seats, and what each token of a prompt takes."""
         self.queues = np.zeros((2, 0))
-        """The nodes' open requests, and their `ToldNode.begins_s`."""
+        """The nodes' open requests, and their `ReportedNode.begins_s`."""
         self.by_code = np.zeros((3, 0))
         """`LOAD_S`, `BYTE_S` and `ROWS_S` for each node and code."""
         self._by_node = np.zeros((3, 0, NUM_CODES))
@@ -119,7 +119,7 @@ class LoadTable:
 
     def write(self, i: int, load: EngineLoad, answer_tokens: float, adapter_bytes: float) -> float:
         """Work out all elements of a node. The last arguments are means over requests. Returns
-        `ToldNode.loader_s`."""
+        `ReportedNode.loader_s`."""
         costs = load.costs
         self.seats[i], self.token_s[i] = max(load.max_seats, 1), costs.token_s
         loader_s = (costs.load_s + costs.disk_byte_s * adapter_bytes) / LOADERS
@@ -135,14 +135,14 @@ class LoadTable:
         return loader_s
 
 
-class Told:
-    """Owner of the newest report of each node."""
+class LatestReports:
+    """Owns the latest report of each node."""
 
     def __init__(self) -> None:
         self._index: dict[str, int] = {}
-        self.nodes: dict[int, ToldNode] = {}
+        self.nodes: dict[int, ReportedNode] = {}
         """By their index in all arrays."""
-        self._recent: dict[int, ToldNode] = {}
+        self._recent: dict[int, ReportedNode] = {}
         """The nodes that have reported, the latest one at the end."""
         self.count = 0
         """How many reports have come."""
@@ -176,7 +176,7 @@ class Told:
             if index >= self.capacity:
                 self._grow(max(8, 2 * index))
             self._index[name] = index
-            self.nodes[index] = ToldNode(name, EngineLoad())
+            self.nodes[index] = ReportedNode(name, EngineLoad())
             self._seat()
             self._write(index)
         return index
@@ -226,7 +226,7 @@ class Told:
         self._recent[i] = node
         self._write(i)
 
-    def since(self, count: int) -> Iterator[tuple[int, ToldNode]]:
+    def since(self, count: int) -> Iterator[tuple[int, ReportedNode]]:
         """The nodes that have reported since the first `count` reports, by index."""
         for i, node in reversed(self._recent.items()):
             if node.count <= count:

@@ -83,7 +83,7 @@ class Decisions:
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class LiveRequest:
     """A request that is open."""
 
     request: EngineRequest
@@ -142,7 +142,7 @@ def state_of(node: Node) -> str:
     return "draining" if report.draining else "idle" if report.idle else "up"
 
 
-def has_room(node: Node, live: Live) -> bool:
+def has_room(node: Node, live: LiveRequest) -> bool:
     """Whether a node can take a request without taking memory from others."""
     report, info = node.report, node.info
     num_tokens = len(live.request.prompt_ids) + len(live.output)
@@ -152,7 +152,7 @@ def has_room(node: Node, live: Live) -> bool:
     return report.load.free_seats > 0 and report.load.kv_usage + added <= ROOMY
 
 
-def too_short(live: Live, nodes: Mapping[str, Node], longest: int) -> frozenset[str]:
+def too_short(live: LiveRequest, nodes: Mapping[str, Node], longest: int) -> frozenset[str]:
     """The names of the nodes whose context has no room for a request's prompt and `max_tokens`.
     `longest` is the context of the API that made it. A request that may fill that needs room for no
     more than it has by now, and ends where its node's context does."""
@@ -163,7 +163,9 @@ def too_short(live: Live, nodes: Mapping[str, Node], longest: int) -> frozenset[
     return frozenset(name for name, node in nodes.items() if node.info.max_model_len < needed)
 
 
-def to_relieve(node: Node, nodes: Mapping[str, Node], lives: Iterable[Live]) -> Live | None:
+def to_relieve(
+    node: Node, nodes: Mapping[str, Node], lives: Iterable[LiveRequest]
+) -> LiveRequest | None:
     """The request that is to leave a node without memory for it: the first of `lives` (the youngest
     first) that may move, and for which another node has room. If one is not enough, the next goes
     with the node's next report."""
@@ -232,7 +234,7 @@ def all_described(
 
 
 def routed_request(
-    live: Live, attempt: str, adapter_info: AdapterInfo | None, block_size: int
+    live: LiveRequest, attempt: str, adapter_info: AdapterInfo | None, block_size: int
 ) -> RoutedRequest:
     """What the router needs to know of the next attempt of a request, which gets this id."""
     request = live.request
@@ -264,7 +266,7 @@ def kind_of(info: EngineInfo) -> str:
     return f"{info.architecture} ({shape}) in {info.dtype}{quantized} with {weights}"
 
 
-def add_to_output(live: Live, event: TokenEvent) -> None:
+def add_to_output(live: LiveRequest, event: TokenEvent) -> None:
     """Add an event's tokens to the output that a request has. Raises EngineDead if they don't come
     right after it: the request then goes on, from what it has, as if its node were lost."""
     num_tokens = len(live.request.prompt_ids) + len(live.output) + len(event.token_ids)
@@ -273,7 +275,7 @@ def add_to_output(live: Live, event: TokenEvent) -> None:
     live.output += event.token_ids
 
 
-def passed_on(live: Live, event: TokenEvent) -> TokenEvent:
+def passed_on(live: LiveRequest, event: TokenEvent) -> TokenEvent:
     """An event as the reader gets it: figures that are told once are the first attempt's."""
     event = event._replace(request_id=live.request.request_id)
     if live.attempts > 1:

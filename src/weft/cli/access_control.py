@@ -1,5 +1,4 @@
-"""What surrounds the serving of requests: tenants and the audit log, which SIGHUP renews, and an
-address for metrics alone."""
+"""The tenants and the audit log of a server, which SIGHUP renews."""
 
 from __future__ import annotations
 
@@ -7,16 +6,11 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
-import uvicorn
-from fastapi import FastAPI
-
 from weft.api.audit import AuditEntry, AuditLog
-from weft.cli.connections import ConnectionLimits, http_config
 from weft.core.errors import ConfigError, EngineDead
 from weft.core.messages import EngineClient
 from weft.registry.shared_tenants import SharedTenants
@@ -25,11 +19,8 @@ from weft.registry.tenants_file import TenantsFile
 
 logger = logging.getLogger(__name__)
 
-BESIDE = ConnectionLimits(64, 16)
-"""Connections to the address for metrics. They take from the files that `RESERVED_FILES` leaves."""
 
-
-class FrontDoor:
+class AccessControl:
     """The tenants and the audit log of a server. Its engine is told of the tenants."""
 
     def __init__(self, tenants: TenantsFile | SharedTenants | None, audit_log: Path | None) -> None:
@@ -101,26 +92,3 @@ class FrontDoor:
         if self._engine is not None and self.tenants is not None:
             with contextlib.suppress(EngineDead):  # it is told again when it has started again
                 await self._engine.set_tenants(self.tenants.directory.tenants)
-
-
-class _BesideServer(uvicorn.Server):
-    """A server that leaves signals to the one beside which it runs."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@contextlib.asynccontextmanager
-async def served_beside(app: FastAPI, listener: socket.socket | None) -> AsyncIterator[None]:
-    """A context in which the application is served on this listener; None: nowhere."""
-    if listener is None:
-        yield
-        return
-    server = _BesideServer(http_config(app, BESIDE, lifespan="off", log_level="warning"))
-    serving = asyncio.create_task(server.serve([listener]))
-    try:
-        yield
-    finally:
-        server.should_exit = server.force_exit = True
-        await asyncio.wait({serving})

@@ -37,7 +37,7 @@ def _noise() -> Floats:
     return np.log(-np.log(chances), dtype=np.float64)
 
 
-class Unseen:
+class UnseenRequests:
     """Owner of how many requests of one router are on their way, by which it knows how many of
     the others are."""
 
