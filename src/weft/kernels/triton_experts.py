@@ -85,6 +85,7 @@ def _rows_times(
     x_at,
     there,
     w_at,
+    w_row,
     K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -92,12 +93,12 @@ def _rows_times(
     STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """fp32 (BLOCK_O, BLOCK_R): rows of weights times rows of x, of which some are there. Both are
-    pointers to the first elements of the rows."""
+    """fp32 (BLOCK_O, BLOCK_R): rows of weights times rows of x, of which some are there. `x_at` are
+    pointers to rows; a row of weights begins at w_at + w_row, whose constants take no registers."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.full((BLOCK_O, BLOCK_R), 0.0, tl.float32)
     for step in tl.range(0, K // BLOCK_K, num_stages=STAGES):
-        w = tl.load(w_at[:, None] + (step * BLOCK_K + k)[None, :])
+        w = tl.load(w_at + step * BLOCK_K + (w_row[:, None] + k[None, :]))
         x = tl.load(x_at[:, None] + (step * BLOCK_K + k)[None, :], mask=there[:, None], other=0.0)
         acc = dot(w, tl.trans(x), acc, EXACT)
     return acc
@@ -149,22 +150,22 @@ def _gate_up(
     )
     i = tl.arange(0, BLOCK_O)
     f = tile * HALF + tl.arange(0, HALF)
-    o = tile * BLOCK_O + i
+    first_row = tile * BLOCK_O
+    w_row = i * I
     to_up = 1
     at = 2 * f
-    if not GATED:
-        o = f
-    elif not CLAMPED:
-        o = i % 2 * F + tile * HALF + i // 2
+    if GATED and not CLAMPED:
+        first_row = tile * HALF
+        w_row = (i % 2 * F + i // 2) * I
         to_up = F
         at = f
-    w_at = w_ptr + (expert.to(tl.int64) * OUTPUTS + o) * I
+    w_at = w_ptr + (expert.to(tl.int64) * OUTPUTS + first_row) * I
     for first in range(0, count, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         there = r < count
         pair_r = _pairs_at(r, before, pair, BLOCK_T)
         x_at = x_ptr + (pair_r // TOP_K).to(tl.int64) * x_stride
-        acc = _rows_times(x_at, there, w_at, I, BLOCK_R, BLOCK_O, BLOCK_K, STAGES, EXACT)
+        acc = _rows_times(x_at, there, w_at, w_row, I, BLOCK_R, BLOCK_O, BLOCK_K, STAGES, EXACT)
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(acc, (HALF, 2, BLOCK_R)), (0, 2, 1)))
             if BIAS:
@@ -220,17 +221,18 @@ def _down(
         expert_ptr, place, T, E, TOP_K, BLOCK_T, BLOCK_TOP, BY_PAIR
     )
     o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
-    w_at = w_ptr + (expert.to(tl.int64) * I + o) * F
+    w_at = w_ptr + (expert.to(tl.int64) * I + tile * BLOCK_O) * F
+    w_row = tl.arange(0, BLOCK_O) * F
     if PDL:  # what `_gate_up` writes is read from here on
         if count > 0:
-            ask_for(w_at[:, None] + 64 * tl.arange(0, AHEAD)[None, :])
+            ask_for(w_at + w_row[:, None] + 64 * tl.arange(0, AHEAD)[None, :])
         tl.extra.cuda.gdc_wait()
     for first in range(0, count, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         there = r < count
         pair_r = _pairs_at(r, before, pair, BLOCK_T)
         x_at = x_ptr + pair_r.to(tl.int64) * F
-        acc = _rows_times(x_at, there, w_at, F, BLOCK_R, BLOCK_O, BLOCK_K, STAGES, EXACT)
+        acc = _rows_times(x_at, there, w_at, w_row, F, BLOCK_R, BLOCK_O, BLOCK_K, STAGES, EXACT)
         if BIAS:
             acc += tl.load(bias_ptr + expert * I + o).to(tl.float32)[:, None]
         weight = tl.load(weight_ptr + pair_r, mask=there, other=0.0).to(tl.float32)

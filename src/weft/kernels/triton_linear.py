@@ -44,7 +44,7 @@ FEW_ROWS, MOST_ROWS = 64, 128
 computed beside them."""
 
 
-@triton.jit(do_not_specialize=["T", "turn"])
+@triton.jit(do_not_specialize=["T", "turn", "steps"])
 def _product(
     x_ptr,
     w_ptr,
@@ -56,6 +56,7 @@ def _product(
     T,
     x_stride,
     turn,
+    steps,
     O: tl.constexpr,  # noqa: E741
     K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -70,7 +71,8 @@ def _product(
     PDL: tl.constexpr,
 ):
     """Columns [tile * BLOCK_O, ...) of y (T, O) = x @ w^T + bias, over one of SPLIT parts of K;
-    the program that is the last of its tile adds the parts in order."""
+    the program that is the last of its tile adds the parts in order. `steps`: the steps in a
+    part, for few rows: the assembler would write out all of them if it knew how many there are."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -78,21 +80,27 @@ def _product(
     part = pid % SPLIT
     EACH: tl.constexpr = K // SPLIT
     o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
-    k = part * EACH + tl.arange(0, BLOCK_K)
+    k = tl.arange(0, BLOCK_K)
     t = tl.arange(0, BLOCK_T)
-    w_row = w_ptr + o[:, None].to(tl.int64) * K
+    # What differs between a thread's elements is constant, so that it takes no registers.
+    w_at = w_ptr + (tile.to(tl.int64) * BLOCK_O * K + part * EACH)
+    w_row = tl.arange(0, BLOCK_O)[:, None] * K
     if PDL:
         if AHEAD > 0:
-            ask_for(w_row + part * EACH + 64 * tl.arange(0, AHEAD)[None, :])
+            ask_for(w_at + w_row + 64 * tl.arange(0, AHEAD)[None, :])
         tl.extra.cuda.gdc_wait()
     if pid == 0:  # x is there: see `launch`. It has been in memory since the kernels ahead ended.
         tl.debug_barrier()
         tl.atomic_xchg(flags_ptr + turn % TURNS, turn, sem="relaxed")
-    x_row = x_ptr + t[:, None] * x_stride
+    x_at = x_ptr + part * EACH
+    x_row = t[:, None] * x_stride
     acc = tl.full((BLOCK_O, BLOCK_T), 0.0, tl.float32)
-    for step in tl.range(0, EACH // BLOCK_K, num_stages=STAGES):
-        w = tl.load(w_row + (step * BLOCK_K + k)[None, :], eviction_policy="evict_first")
-        x = tl.load(x_row + (step * BLOCK_K + k)[None, :], mask=(t < T)[:, None], other=0.0)
+    num_steps = EACH // BLOCK_K
+    if BLOCK_T == 16:
+        num_steps = steps
+    for step in tl.range(0, num_steps, num_stages=STAGES):
+        w = tl.load(w_at + step * BLOCK_K + (w_row + k[None, :]), eviction_policy="evict_first")
+        x = tl.load(x_at + step * BLOCK_K + (x_row + k[None, :]), mask=(t < T)[:, None], other=0.0)
         acc = dot(w, tl.trans(x), acc, EXACT)
     last = True
     if SPLIT > 1:
@@ -316,6 +324,7 @@ def launch(
         T,
         x_TK.stride(0),
         turn,
+        K // cut.split // cut.step,
         O=O,
         K=K,
         BLOCK_T=max(16, next_power_of_2(T)),
