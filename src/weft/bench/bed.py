@@ -27,8 +27,9 @@ from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
 from weft.models.share import share_of
 
-PRODUCTS = ("qkv", "o", "gate_up", "down")
-"""The products of a layer, as the model's table names them."""
+PRODUCTS = ("qkv", "o", "in", "out", "gate_up", "down")
+"""The products of a layer, as the model's table names them. Layers of linear attention have `in`
+and `out` in place of the first two."""
 NUM_LAYERS = {"cuda": 8, "cpu": 2}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 
@@ -38,7 +39,7 @@ Timer = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True, slots=True)
 class LayerProduct:
-    """One linear layer of each of the bed's layers."""
+    """One linear layer of each of the bed's layers that have it."""
 
     name: str
     """What the product is called in tables, such as qkv."""

@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 Kernel = Literal["base", "linear", "shrink", "expand"]
 
 LAYER = "layer"
-"""The name under which all products of a layer, one after the other, are reported."""
+"""The name under which all products of a layer, one after the other, are reported: the mean over
+the layers, where these differ."""
 NUM_SETS = {"cuda": 16, "cpu": 1}
 """The most sets of adapters that take turns, by device type."""
 
@@ -176,6 +177,10 @@ def _parts(products: Sequence[LayerProduct]) -> dict[str, Sequence[LayerProduct]
     return {**{product.name: (product,) for product in products}, LAYER: products}
 
 
+def _num_layers(products: Sequence[LayerProduct]) -> int:
+    return max(len(product.groups) for product in products)
+
+
 _Held = Mapping[str, Sequence[Weight]]
 """The weights of each layer, by product."""
 
@@ -237,9 +242,10 @@ class _KernelWork:
     def time(self, kernel: Kernel, products: Sequence[LayerProduct], timer: Timer) -> Timing:
         errors = [self._deviation(kernel, product) for product in products]
         seconds = timer(self.body(kernel, products))
-        launches = len(self._steps) * len(products[0].groups)
-        num_bytes = sum(self._bytes(kernel, product) for product in products)
-        return Timing(1e6 * seconds / launches, num_bytes, max(errors))
+        num_layers = _num_layers(products)
+        num_bytes = sum(self._bytes(kernel, p) * len(p.groups) for p in products)
+        each_us = 1e6 * seconds / (len(self._steps) * num_layers)
+        return Timing(each_us, num_bytes // num_layers, max(errors))
 
     def body(self, kernel: Kernel, products: Sequence[LayerProduct]) -> Callable[[], None]:
         """A function that runs the kernel on each product, in every layer with every set of
@@ -247,8 +253,9 @@ class _KernelWork:
         calls = [
             self._call(kernel, product, layer, step)
             for step in self._steps
-            for layer in range(len(products[0].groups))
+            for layer in range(_num_layers(products))
             for product in products
+            if layer < len(product.groups)
         ]
 
         def run() -> None:
