@@ -23,6 +23,7 @@ import weft.kernels.collective.triton_sums as sums
 import weft.kernels.lora.triton_beside as beside
 import weft.kernels.lora.triton_many as many
 import weft.kernels.lora.triton_ranks as ranks
+import weft.kernels.triton_delta as delta
 import weft.kernels.triton_experts as experts
 import weft.kernels.triton_linear as linear
 from weft.kernels.tuned import Blocks
@@ -31,6 +32,10 @@ bf, f32, i32, i64 = (M(t) for t in (torch.bfloat16, torch.float32, torch.int32, 
 early = {"PDL": True, "launch_pdl": True, "grid": (1,)}
 common = {"K": 4096, "W": 1024, "PART": 256, "MAX_PARTS": 16, "EXACT": False}
 blocks = Blocks()
+linear_attention = {
+    "COLUMNS": (0, 128, 2048, 128, 4096, 256, 8192, 256, 12288, 2, 12320, 2), "G": 16, "H": 32,
+    "D": 128, "E": 128, "R": 5, "MAMBA": False, "PENDING": True,
+}
 warm_up = {
     "shrink": lambda: many.shrink_rows.warmup(
         bf, f32, bf, i32, i64, i64, i32, 1, 3, 4096, 4, 7, NUM_SLICES=3, SHARES=many.SHARES,
@@ -43,7 +48,7 @@ warm_up = {
         num_warps=blocks.expand_warps, **common, **early,
     ),
     "product": lambda: linear._product.warmup(
-        bf, bf, bf, bf, f32, i32, i32, 7, 4096, 1, O=4096, K=4096, BLOCK_T=16, BLOCK_O=64,
+        bf, bf, bf, bf, f32, i32, i32, 7, 4096, 1, 8, O=4096, K=4096, BLOCK_T=16, BLOCK_O=64,
         BLOCK_K=256, SPLIT=2, STAGES=3, AHEAD=2, BIAS=False, TURNS=linear.TURNS, EXACT=False,
         num_warps=4, **early,
     ),
@@ -61,6 +66,14 @@ warm_up = {
         bf, bf, bf, bf, f32, f32, i32, i32, i32, bf, i32, 0.1, 0, 4096, 64, 8, G=4, D=128,
         BLOCK_D=128, BLOCK_G=16, HEADS=8, BLOCK_N=32, BLOCK_SIZE=16, PARTS=1, LEAST=256, PAIRS=True,
         WINDOW=False, CHUNKED=False, SINKS=False, CAP=0.0, num_warps=4, **early,
+    ),
+    "inputs of states": lambda: delta._prepare_decodes.warmup(
+        bf, f32, i32, f32, f32, bf, bf, bf, f32, f32, i32, i64, 12352, 8192, W=4, BLOCK=128,
+        BIAS=False, DOUBLED=False, num_warps=1, **linear_attention, **early,
+    ),
+    "states": lambda: delta._decode.warmup(
+        bf, f32, i32, f32, f32, bf, f32, bf, i32, i64, 12352, 8192, 1e-6, BLOCK_D=128, BLOCK_E=128,
+        num_warps=4, **linear_attention, **early,
     ),
     "sums": lambda: sums.sum_rows.warmup(
         bf, bf, bf, bf, f32, i32, i64, i32, 7, 1e-5, 1.0, WIDTH=4096, BLOCK=4096, ROW=4096,
@@ -98,12 +111,20 @@ def test_copies_are_behind_the_wait(
     assert ptx.index(wait, asked) < ptx.index("cp.async")
 
 
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "decodes",
+        pytest.param("inputs of states", marks=pytest.mark.exhaustive),
+        pytest.param("states", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_programs_without_a_row_wait_too(
-    run_without_device: RunWithoutDevice, tmp_path: Path
+    run_without_device: RunWithoutDevice, tmp_path: Path, kernel: str
 ) -> None:
     """In a step of prompts alone there are no others: if they did not wait, the kernel behind would
     begin before those ahead have ended."""
-    ptx = compiled("decodes", tmp_path, run_without_device)
+    ptx = compiled(kernel, tmp_path, run_without_device)
     *_, last = ptx.split("griddepcontrol.launch_dependents")
     ways_out = last.split("ret;")[:-1]
     assert ptx.count("griddepcontrol.wait") == 2
