@@ -39,12 +39,13 @@ types: $(VENV)/.installed-test
 imports: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
-# Two workers of one thread each: the tests start many small processes. A file stays together, as
-# its tests share engines, and the longest tier comes first (see tests/conftest.py). Given one folder
-# and not each tier, pytest starts its workers before it imports what a tier needs.
+# Three workers of one thread each: two cores have nothing to do for a seventh of the time if there
+# are two, as tests wait for processes. A file stays together, as its tests share engines, and the
+# longest tier comes first (see tests/conftest.py). Given one folder and not each tier, pytest starts
+# its workers before it imports what a tier needs.
 TESTS := tests --ignore tests/gpu --ignore tests/page
 pytest: $(VENV)/.installed-test
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(TESTS) -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(TESTS) -n 3 --dist loadfile --no-loadscope-reorder
 
 quick: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/pure -n 2 --dist loadfile

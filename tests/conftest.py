@@ -107,7 +107,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_finish() -> None:
     """Python need not go through all that was imported whenever it looks for garbage."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -277,7 +277,7 @@ app(sys.argv[1:])
 """
     args = ("bench", "decode", *TINY, "--batch", "1", "--pattern", "identical", "--repeats", "1")
     done = subprocess.run(
-        [sys.executable, "-c", script, *args],
+        [sys.executable, "-c", script, *args, "--no-plot"],
         capture_output=True,
         text=True,
         timeout=280,
@@ -286,7 +286,7 @@ app(sys.argv[1:])
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["results"][0]["num_adapters"] == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["weft-bench-decode.png"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_missing_plots_are_told_before_anything_is_measured(

@@ -68,6 +68,7 @@ class NodeActor:
         fleet_port = free_port(host, fleet_port_of(args.port_of(name)))
         self._address, self._url = f"{host}:{fleet_port}", f"http://{host}:{port}"
         self._stopping = threading.Event()
+        self._writing = threading.Lock()  # held by who writes into the folder or removes it
         self._members: dict[str, str] = {}
         self._look()
         folder = self._folder
@@ -93,7 +94,8 @@ class NodeActor:
 
     def _watch(self) -> None:
         self._process.wait()
-        shutil.rmtree(self._folder.path, ignore_errors=True)
+        with self._writing:
+            shutil.rmtree(self._folder.path, ignore_errors=True)
         if not self._stopping.is_set():
             os._exit(1)  # Ray starts the actor again
 
@@ -106,5 +108,6 @@ class NodeActor:
         """Bring the list of nodes that the server reads up to date."""
         members = {**self._state.members, self._name: self._address}
         if members != self._members:
-            self._folder.tell_members(list(members.values()))
+            with self._writing:
+                self._folder.tell_members(list(members.values()))
             self._members = members
