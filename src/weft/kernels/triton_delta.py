@@ -26,6 +26,7 @@ from weft.kernels.triton_base import (
 )
 from weft.kernels.triton_delta_chunks import (
     block_of,
+    channels_of,
     convolution_of,
     norm_or_skip,
     run_chunks,
@@ -96,14 +97,7 @@ def _prepare_decodes(
     g = h // share
     nth_head = h % share
     c = tl.arange(0, BLOCK)
-    size = tl.where(head < 2 * G, D, E)
-    column = COLUMNS[0] + head * COLUMNS[1]
-    channel = head * D
-    if head >= G:
-        column = COLUMNS[2] + (head - G) * COLUMNS[3]
-    if head >= 2 * G:
-        column = COLUMNS[4] + g * COLUMNS[5] + nth_head * E
-        channel = 2 * G * D + h * E
+    size, column, channel = channels_of(head, COLUMNS, G, H, D, E)
     first = tl.load(position_ptr + row).to(tl.int32)
     has = has_pending(add_slot_ptr + row, PENDING)
     log_a = tl.load(log_a_ptr + h)

@@ -51,6 +51,29 @@ EXACT_WARPS = 16
 half a minute to compile."""
 
 
+@triton.jit
+def channels_of(
+    n,
+    COLUMNS: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+):
+    """The channels of a key head's queries for n < G, of its keys for n < 2 G, and else of a value
+    head: how many there are, the first one's column in the projection's output, and its number."""
+    share: tl.constexpr = H // G
+    size = tl.where(n < 2 * G, D, E)
+    column = COLUMNS[0] + n * COLUMNS[1]
+    channel = n * D
+    if n >= G:
+        column = COLUMNS[2] + (n - G) * COLUMNS[3]
+    if n >= 2 * G:
+        column = COLUMNS[4] + (n - 2 * G) // share * COLUMNS[5] + (n - 2 * G) % share * E
+        channel = 2 * G * D + (n - 2 * G) * E
+    return size, column, channel
+
+
 @triton.jit(do_not_specialize=["num_chunks"])
 def _prepare(
     y_ptr,
@@ -86,18 +109,10 @@ def _prepare(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     parts: tl.constexpr = L // ROWS
-    share: tl.constexpr = H // G
     n = tl.program_id(1)
     t = tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
-    size = tl.where(n < 2 * G, D, E)
-    column = COLUMNS[0] + n * COLUMNS[1]
-    channel = n * D
-    if n >= G:
-        column = COLUMNS[2] + (n - G) * COLUMNS[3]
-    if n >= 2 * G:
-        column = COLUMNS[4] + (n - 2 * G) // share * COLUMNS[5] + (n - 2 * G) % share * E
-        channel = 2 * G * D + (n - 2 * G) * E
+    size, column, channel = channels_of(n, COLUMNS, G, H, D, E)
     in_size = (c < size)[None, :]
     nth = tl.program_id(0)
     in_chunk = tl.load(chunks_ptr + 6 * (nth // parts) + 1)
