@@ -33,7 +33,7 @@ from weft.kernels.triton_delta_chunks import (
     sizes_of,
 )
 from weft.kernels.triton_delta_short import silu
-from weft.kernels.triton_delta_solve import decay, time_step
+from weft.kernels.triton_delta_solve import decay, strength
 
 EACH_WARP = 4096
 """Numbers of a head's state that one warp holds, 128 in each thread."""
@@ -126,15 +126,10 @@ def _prepare_decodes(
             a = tl.where(is_row, plus_pending(a, a_add, has, PENDING), past_a)
             tl.store(place + C + h, b, mask=is_row)
             tl.store(place + C + H + h, a, mask=is_row)
-            if MAMBA:
-                strength = time_step(a.to(tl.float32), dt_bias)
-            else:
-                strength = 1 / (1 + tl.exp(-b.to(tl.float32)))
-                if DOUBLED:
-                    strength *= 2
             gate_at = gates_ptr + slot * 2 * H + h
             tl.store(gate_at, tl.exp(decay(a.to(tl.float32), log_a, dt_bias)))
-            tl.store(gate_at + H, strength)
+            of_strength = a if MAMBA else b
+            tl.store(gate_at + H, strength(of_strength.to(tl.float32), dt_bias, MAMBA, DOUBLED))
         y = tl.zeros((BLOCK,), tl.float32)
         if BIAS:
             y += tl.load(bias_ptr + channel + c, mask=c < size, other=0.0).to(tl.float32)
@@ -237,7 +232,7 @@ def _decode(
         k = tl.load(q_at + G * D, mask=d < D, other=0.0)
         v = tl.load(qkv_ptr + slot * C + 2 * G * D + h * E + e, mask=e < E, other=0.0)
         decayed = tl.load(gates_ptr + slot * 2 * H + h)
-        strength = tl.load(gates_ptr + slot * 2 * H + H + h)
+        strong = tl.load(gates_ptr + slot * 2 * H + H + h)
         of_row = e < tl.where(nth < 0, 0, E)
         z_at = (row + nth) * y_stride + COLUMNS[6] + g * COLUMNS[7] + h % share * E + e
         z = tl.load(y_ptr + z_at, mask=of_row, other=0.0)
@@ -246,7 +241,7 @@ def _decode(
         # that, and the query's registers are free when the state changes.
         q_S = decayed * tl.sum(tl.sum(q[:, None, :, None] * S, 2), 0)
         k_S = decayed * tl.sum(tl.sum(k[:, None, :, None] * S, 2), 0)
-        change = strength * (v if MAMBA else v - k_S)
+        change = strong * (v if MAMBA else v - k_S)
         x = q_S + tl.sum(tl.sum(q * k, 0), 0) * change
         S = decayed * S + k[:, None, :, None] * change[None, :, None, :]
         if nth == 0:  # what comes after may be wrong

@@ -23,6 +23,18 @@ def decay(a, log_a, dt_bias):
 
 
 @triton.jit
+def strength(b, dt_bias, MAMBA: tl.constexpr, DOUBLED: tl.constexpr):
+    """The strength of a head's changes, which is its time step in Mamba 2."""
+    if MAMBA:
+        found = time_step(b, dt_bias)
+    else:
+        found = 1 / (1 + tl.exp(-b))
+        if DOUBLED:
+            found *= 2
+    return found
+
+
+@triton.jit
 def inverse_of(M, t, EXACT: tl.constexpr):
     """(1 + M)^-1 of a matrix M (L, L) that is zero on and above its diagonal, with t = 0 ... L - 1.
 
@@ -87,12 +99,7 @@ def strengths(
     a = with_pending(tl.load(y_ptr + a_at, mask=ok, other=0.0), add_ptr + a_at, has, ok, PENDING)
     b = with_pending(tl.load(y_ptr + b_at, mask=ok, other=0.0), add_ptr + b_at, has, ok, PENDING)
     g = decay(a.to(tl.float32), tl.load(log_a_ptr + h), tl.load(dt_bias_ptr + h))
-    if MAMBA:
-        b = time_step(b.to(tl.float32), tl.load(dt_bias_ptr + h))
-    else:
-        b = 1 / (1 + tl.exp(-b.to(tl.float32)))
-        if DOUBLED:
-            b *= 2
+    b = strength(b.to(tl.float32), tl.load(dt_bias_ptr + h), MAMBA, DOUBLED)
     return tl.cumsum(tl.where(ok, g, 0.0), 0), tl.where(ok, b, 0.0)
 
 
