@@ -37,6 +37,7 @@ from weft.kernels.tuned import MEETING_FLOATS
 
 @triton.jit
 def _sums(
+    x_ptr,
     x_row,
     there,
     w_ptr,
@@ -56,27 +57,32 @@ def _sums(
     EVICT: tl.constexpr,
 ):
     """Rows [tile * BLOCK_O, ...) of w, blocks [first, last) of K, times x^T: fp32 (BLOCK_O,
-    BLOCK_T). `x_row` are pointers to rows of x, of which there are some. COLUMNS of a block are
-    taken at a time."""
+    BLOCK_T). `x_row` are the places of rows behind `x_ptr`, and `there` says which of them exist.
+    COLUMNS of a block are taken at a time.
+
+    An address is the sum of one that all threads share and a constant of each thread, which takes
+    the fewest instructions and registers."""
     NUM: tl.constexpr = len(CODE)
     STEP: tl.constexpr = 32 * NUM
     PIECES: tl.constexpr = 32 // COLUMNS
-    o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+    row = tl.arange(0, BLOCK_O)
     j = tl.arange(0, COLUMNS)
-    w_row = w_ptr + words_before(o, K // STEP)[:, None] + j[None, :]
+    w_ptr += words_before((tile * BLOCK_O).to(tl.int64), K // STEP)
+    w_row = words_before(row, K // STEP)[:, None] + j[None, :]
+    s_ptr += tile * BLOCK_O
     acc = tl.full((BLOCK_O, BLOCK_T), 0.0, tl.float32)
-    s = tl.load(s_ptr + o)[:, None]
+    s = tl.load(s_ptr + row)[:, None]
     for step in tl.range(first * PIECES, last * PIECES, num_stages=STAGES):
         block = step // PIECES
         column = step % PIECES * COLUMNS
-        w_at = w_row + block * 2048 + column
+        w_at = w_ptr + (block * 2048 + column) + w_row
         w = tl.load(w_at, eviction_policy=EVICT)
         for i in tl.static_range(NUM):
             k = block * STEP + i * 32
             if GROUP < K and i * 32 % GROUP == 0:
-                s = tl.load(s_ptr + k // GROUP * O + o)[:, None]
-            x = tl.load(x_row + (k + column + j)[None, :], mask=there, other=0.0)
-            v = values_of(w, w_at, s, CODE, PLAIN, i, COLUMNS, x_row)
+                s = tl.load(s_ptr + k // GROUP * O + row)[:, None]
+            x = tl.load(x_ptr + (k + column) + (x_row + j[None, :]), mask=there, other=0.0)
+            v = values_of(w, w_at, s, CODE, PLAIN, i, COLUMNS, x_ptr)
             acc = dot(v, tl.trans(x), acc, len(PLAIN) > 0)
     return acc
 
@@ -128,13 +134,14 @@ def _product(
     if PDL:
         if AHEAD > 0:
             ahead = tl.minimum(part * BLOCKS // SPLIT + tl.arange(0, AHEAD), BLOCKS - 1)
-            ask_for(w_ptr + words_before(o, BLOCKS)[:, None] + ahead[None, :] * 2048)
+            ask_for(w_ptr + words_before(o.to(tl.int64), BLOCKS)[:, None] + ahead[None, :] * 2048)
         tl.extra.cuda.gdc_wait()
     if pid == 0:  # x is there: see `weft.kernels.triton_linear.launch`
         tl.debug_barrier()
         tl.atomic_xchg(flags_ptr + turn % TURNS, turn, sem="relaxed")
     acc = _sums(
-        x_ptr + t[:, None].to(tl.int64) * x_stride,
+        x_ptr + (place % num_t * BLOCK_T).to(tl.int64) * x_stride,
+        column[:, None] * x_stride,
         (t < T)[:, None],
         w_ptr,
         s_ptr,

@@ -136,8 +136,8 @@ def _plain_values(
 
 @triton.jit
 def words_before(o, num_blocks):
-    """How many words lie before those of some rows."""
-    return (o // 64).to(tl.int64) * (num_blocks * 2048) + o % 64 * 32
+    """How many words lie before those of some rows; an integer of the type of `o`."""
+    return o // 64 * (num_blocks * 2048) + o % 64 * 32
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _expand(
     block = tl.program_id(0) % BLOCKS
     o = tl.program_id(0) // BLOCKS * 64 + tl.arange(0, 64)
     j = tl.arange(0, 32)
-    w_at = w_ptr + (words_before(o, BLOCKS) + block * 2048)[:, None] + j[None, :]
+    w_at = w_ptr + (words_before(o.to(tl.int64), BLOCKS) + block * 2048)[:, None] + j[None, :]
     w = tl.load(w_at)
     y_at = y_ptr + o[:, None].to(tl.int64) * K + (block * (32 * NUM) + j)[None, :]
     for i in tl.static_range(NUM):
