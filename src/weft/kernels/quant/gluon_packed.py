@@ -30,12 +30,6 @@ from weft.kernels.triton_base import (
 from weft.kernels.triton_linear import Launched, next_turn
 
 
-@gluon.jit
-def _words_before(o, num_blocks):
-    """How many words lie before those of some rows."""
-    return (o // 64).to(gl.int64) * (num_blocks * 2048) + o % 64 * 32
-
-
 @gluon.jit(do_not_specialize=["T", "turn", "SPLIT"])
 def _product(
     x_ptr,
@@ -78,16 +72,16 @@ def _product(
     last = (part + 1) * num_blocks // SPLIT
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, W)))[:, None, None]
     o = gl.arange(0, BLOCK_O, layout=gl.SliceLayout(0, gl.SliceLayout(2, W)))[None, :, None]
-    j = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, W)))[None, None, :]
-    o += tile * BLOCK_O
-    w_at = w_ptr + _words_before(o, num_blocks) + j
-    s_at = s_ptr + o
-    w = gl.load(w_at + gl.minimum(first + lane, last - 1) * 2048, eviction_policy="evict_first")
-    s = gl.load(s_at + lane * 0)
+    j_w = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, W)))[None, None, :]
+    w_ptr += (tile * BLOCK_O // 64).to(gl.int64) * (num_blocks * 2048) + tile * BLOCK_O % 64 * 32
+    w_at = w_ptr + (gl.minimum(first + lane, last - 1) * 2048 + (o * 32 + j_w))
+    w = gl.load(w_at, eviction_policy="evict_first")
+    s_ptr += tile * BLOCK_O
+    s = gl.load(s_ptr + (o + lane * 0))
     lane_x = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
     j = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
     t = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
-    x_at = x_ptr + t * x_stride + j
+    x_row = t * x_stride + j
     if PDL:
         order("griddepcontrol.wait", LANES)
     if pid == 0:  # x is there: see `weft.kernels.triton_linear.launch`
@@ -96,14 +90,14 @@ def _product(
     acc = gl.full([LANES, BLOCK_O, BLOCK_T], 0.0, gl.float32, layout=MMA)
     for step in range(first, last, LANES):
         block = gl.minimum(step + lane, last - 1)
-        next_at = w_at + gl.minimum(step + LANES + lane, last - 1) * 2048
-        after = gl.load(next_at, eviction_policy="evict_first")
+        w_at = w_ptr + (gl.minimum(step + LANES + lane, last - 1) * 2048 + (o * 32 + j_w))
+        after = gl.load(w_at, eviction_policy="evict_first")
         there = (t < T) & (step + lane_x < last)
-        k_x = gl.minimum(step + lane_x, last - 1) * (32 * NUM)
+        x_at = x_ptr + (gl.minimum(step + lane_x, last - 1) * (32 * NUM) + x_row)
         for i in gl.static_range(NUM):
             if GROUP > 0 and i * 32 % GROUP == 0:
-                s = gl.load(s_at + (block * (32 * NUM) + i * 32) // GROUP * O)
-            x = gl.load(x_at + (k_x + i * 32), mask=there, other=0.0)
+                s = gl.load(s_ptr + ((block * (32 * NUM) + i * 32) // GROUP * O + o))
+            x = gl.load(x_at + i * 32, mask=there, other=0.0)
             v = gl.inline_asm_elementwise(
                 CODE[i], "=r,r,r,r,r", [w, s], dtype=x.dtype, is_pure=True, pack=2
             )
