@@ -226,20 +226,24 @@ def test_compiled_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_programs", "shared", "registers", "left"),
+    ("num_programs", "shared", "registers", "room", "left"),
     [
-        (96, 128 << 10, 96, 96 * 2 + 36 * 4),
-        (224, 96 << 10, 96, 92 * 1 + 40 * 3),
-        (448, 96 << 10, 96, 132 * 1),  # in two waves, of which the first fills the device
-        (224, 144 << 10, 96, 132 * 2),
-        (132, 16 << 10, 384, 132 * 1),  # registers are short, not memory
-        (264, 110 << 10, 96, 0),
+        (96, 128 << 10, 96, 128, 96 * 2 + 36 * 4),
+        (224, 96 << 10, 96, 128, 92 * 1 + 40 * 3),
+        (448, 96 << 10, 96, 128, 132 * 1),  # in two waves, of which the first fills the device
+        (224, 144 << 10, 96, 128, 132 * 2),
+        (132, 16 << 10, 384, 128, 132 * 1),  # registers are short, not memory
+        (528, 4 << 10, 104, 128, 0),
+        (528, 4 << 10, 104, 96, 132 * 1),  # programs for adapters that need fewer
+        (264, 110 << 10, 96, 128, 0),
     ],
 )
-def test_places_beside_a_product(num_programs: int, shared: int, registers: int, left: int) -> None:
+def test_places_beside_a_product(
+    num_programs: int, shared: int, registers: int, room: int, left: int
+) -> None:
     """On 132 processors of 228 KB, for programs of 33 KB."""
-    size = shared, 128 * registers
-    assert triton_beside.places_left(132, 228 << 10, num_programs, size, 33 << 10) == left
+    size, own = (shared, 128 * registers), (33 << 10, 128 * room)
+    assert triton_beside.places_left(132, 228 << 10, num_programs, size, own) == left
 
 
 def test_tiles_are_laid_out_once_for_equal_steps() -> None:

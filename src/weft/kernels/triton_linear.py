@@ -296,6 +296,9 @@ class Launched(NamedTuple):
     kernel: Any
     """What Triton returns of a launch."""
     num_programs: int
+    room: int = 128
+    """How many registers a thread of a kernel beside it may have, where programs of both are to fit
+    on a processor."""
 
     @property
     def has_begun(self) -> bool:

@@ -189,8 +189,8 @@ PER_TILE = 1 if INTERPRETED else 16
 """The most programs for one of several tiles of rows. The interpreter runs one program after the
 other, so that none may wait for a later one."""
 
-PER_PROCESSOR = 4
-"""How many programs fit on a processor, by their registers."""
+NUM_WARPS, PER_PROCESSOR = 4, 4
+"""The warps of a program, and how many programs fit on a processor, by their registers."""
 REGISTERS = 1 << 16
 """The registers of a processor."""
 KILOBYTE = 1 << 10
@@ -228,7 +228,7 @@ def _places(
         torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor,
         product.num_programs,
         (kernel.metadata.shared, kernel.n_regs * 32 * kernel.metadata.num_warps),
-        buffers + KILOBYTE,
+        (buffers + KILOBYTE, product.room * 32 * NUM_WARPS),
     )
     num_bytes = num_rows * 16 * (len(widths) * K + sum(widths)) * x_TK.itemsize
     enough_us = weight_bytes / PRODUCT_BYTES_PER_US + BEHIND_US
@@ -238,18 +238,18 @@ def _places(
 
 @cache
 def places_left(
-    num_processors: int, shared: int, num_programs: int, size: tuple[int, int], own_shared: int
+    num_processors: int, shared: int, num_programs: int, size: tuple[int, int], own: tuple[int, int]
 ) -> int:
-    """For how many programs with `own_shared` bytes of shared memory there are places beside so
-    many others of a size, in bytes of shared memory and registers, on processors that have `shared`
-    bytes each. The others are spread evenly."""
+    """For how many programs of the size `own` there are places beside so many others of another
+    size, on processors that have `shared` bytes of shared memory each. Sizes are in bytes of shared
+    memory and in registers. The others are spread evenly."""
     theirs = size[0] + KILOBYTE, size[1]
     fit = min(shared // theirs[0], REGISTERS // theirs[1])
     each, more = divmod(min(num_programs, fit * num_processors), num_processors)
 
     def left(num: int) -> int:
-        by_shared = (shared - num * theirs[0]) // (own_shared + KILOBYTE)
-        by_registers = (REGISTERS - num * theirs[1]) // (REGISTERS // PER_PROCESSOR)
+        by_shared = (shared - num * theirs[0]) // (own[0] + KILOBYTE)
+        by_registers = (REGISTERS - num * theirs[1]) // own[1]
         return max(min(by_shared, by_registers), 0)
 
     return more * left(each + 1) + (num_processors - more) * left(each)
@@ -301,7 +301,7 @@ def launch_beside(
         EXPAND_STAGES=4,
         EXACT=INTERPRETED or x_TK.dtype == torch.float32,
         **(ALONE if exchange is None else exchange.constants),
-        num_warps=4,
-        maxnreg=REGISTERS // PER_PROCESSOR // 128,
+        num_warps=NUM_WARPS,
+        maxnreg=product.room,
         **launch_options(starts_early(x_TK.device)),
     )

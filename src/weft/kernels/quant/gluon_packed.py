@@ -94,14 +94,16 @@ def _product(
         after = gl.load(w_at, eviction_policy="evict_first")
         there = (t < T) & (step + lane_x < last)
         x_at = x_ptr + (gl.minimum(step + lane_x, last - 1) * (32 * NUM) + x_row)
+        xs = ()  # of all chunks, which are asked for at once
+        for i in gl.static_range(NUM):
+            xs += (gl.load(x_at + i * 32, mask=there, other=0.0),)
         for i in gl.static_range(NUM):
             if GROUP > 0 and i * 32 % GROUP == 0:
                 s = gl.load(s_ptr + ((block * (32 * NUM) + i * 32) // GROUP * O + o))
-            x = gl.load(x_at + i * 32, mask=there, other=0.0)
             v = gl.inline_asm_elementwise(
-                CODE[i], "=r,r,r,r,r", [w, s], dtype=x.dtype, is_pure=True, pack=2
+                CODE[i], "=r,r,r,r,r", [w, s], dtype=xs[i].dtype, is_pure=True, pack=2
             )
-            acc = mma_v2(v, x, acc)
+            acc = mma_v2(v, xs[i], acc)
         w = after
     Y: gl.constexpr = gl.SliceLayout(0, MMA)
     o = tile * BLOCK_O + gl.arange(0, BLOCK_O, layout=gl.SliceLayout(1, Y))
@@ -128,6 +130,10 @@ def _product(
 
 ROWS, COLUMNS, LANES = 8, 32, 4
 """Rows and columns of the result that a program computes, and its warps, which share K."""
+REGISTERS, ROOM = 104, 96
+"""The most registers of a thread of such a program, and of one for adapters beside it. A processor
+then holds four programs and one for adapters. It never holds five, which would leave another one
+with less to do. With fewer registers, the next words are asked for later."""
 
 
 def cut(num_rows: int, weight: PackedMatrix, processors: int) -> int | None:
@@ -187,6 +193,7 @@ def launch(
         BIAS=bias_O is not None,
         TURNS=TURNS,
         num_warps=LANES,
+        maxnreg=REGISTERS,
         **launch_options(starts_early(x_TK.device)),
     )
-    return Launched(y_TO, turn, kernel, num_programs)
+    return Launched(y_TO, turn, kernel, num_programs, ROOM)
