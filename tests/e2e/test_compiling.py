@@ -239,8 +239,12 @@ from weft.kernels.quant.packed_weight import pack
 
 gluon_packed.starts_early = gluon_packed_many.starts_early = lambda device: True
 codes = torch.zeros(128, 1024, dtype=torch.uint8)
-for group, dtype in ((1024, torch.bfloat16), (128, torch.float16)):
-    weight = pack(Codes("e4m3", codes, torch.full((128, 1024 // group), 0.3)), dtype)
+bf16, fp16 = torch.bfloat16, torch.float16
+for coding, group, dtype in (("e4m3", 1024, bf16), ("e4m3", 128, fp16), ("int4", 128, bf16)):
+    scales = torch.full((128, 1024 // group), 0.3)
+    integers = coding == "int4"
+    zeros = torch.full_like(scales, 8, dtype=torch.int32) if integers else None
+    weight = pack(Codes(coding, codes, scales.to(dtype) if integers else scales, zeros), dtype)
     with compiling_ahead():
         x = torch.zeros(8, 1024, dtype=dtype)
         split = gluon_packed.cut(8, weight, 132)

@@ -3,8 +3,8 @@
 The kernel is in Gluon. Words come from memory straight into the registers in which the matrix units
 want the values that are made of them, and never lie in shared memory. Each warp takes blocks of K
 of its own, so that no warp has a long way, and reads its first one before the kernel ahead has
-ended. The columns of a chunk are taken in the order in which a thread finds them in 16 bytes of
-words, and x in the same order.
+ended. The columns of a chunk are taken in the order in which a thread finds them in 32 bytes of
+words, so that it also reads x 16 bytes at a time.
 
 Shapes: T token rows, O outputs, K inputs, G groups of inputs.
 """
@@ -61,8 +61,8 @@ def _product(
     if PDL:
         order("griddepcontrol.launch_dependents", LANES)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1, 1], [1, 16, 8])
-    W: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-    X: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
+    W: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
+    X: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     NUM: gl.constexpr = len(CODE)
     num_blocks = K // (32 * NUM)
     pid = gl.program_id(0)
@@ -138,11 +138,11 @@ with less to do. With fewer registers, the next words are asked for later."""
 
 def cut(num_rows: int, weight: PackedMatrix, processors: int) -> int | None:
     """Into how many parts, each with a program of its own, to cut K, from what was best on an H200;
-    None where another kernel was: for 4-bit weights, many rows, or so many outputs that their
-    programs fill the device."""
+    None where another kernel was: for many rows, or so many outputs that their programs fill the
+    device."""
     outputs, inputs = weight.shape
     tiles, most = outputs // COLUMNS, 4 * processors
-    if weight.coding != "e4m3" or num_rows > ROWS or tiles > most:
+    if num_rows > ROWS or tiles > most:
         return None
     split, blocks = 1, inputs // step_of(weight.coding)
     while 2 * split * tiles <= most and 2 * split * LANES <= blocks:
