@@ -21,6 +21,7 @@ import inspect
 import os
 import platform
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,23 @@ TOGETHER = {
 TIERS = ("e2e", "cpu", "pure")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
+    """Each worker begins with other files, as it takes a while to compile them with what their
+    assertions show, and finds compiled what others began with."""
+    report = yield
+    worker = getattr(collector.config, "workerinput", None)
+    if worker is not None and isinstance(collector, pytest.Directory):
+        number = int(worker["workerid"].removeprefix("gw"))
+        begin = len(report.result) * number // worker["workercount"]
+        report.result = report.result[begin:] + report.result[:begin]
+    return report
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tier with the longest files comes first and that with the shortest last, so that workers
     end at about the same time."""
+    items.sort(key=lambda item: str(item.path))
     items.sort(key=lambda item: [tier in item.path.parts for tier in TIERS], reverse=True)
     for item in items:
         if item.get_closest_marker("exhaustive") is not None and "EXHAUSTIVE" not in os.environ:
