@@ -16,6 +16,7 @@ A test may be an `async def`, which runs in an event loop of its own.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import inspect
 import os
@@ -121,9 +122,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Python need not go through all that was imported whenever it looks for garbage."""
+    """Python need not go through all that was imported whenever it looks for garbage, not even
+    after a benchmark in this process, which lets go of what it froze."""
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # at the end all is let go
+    gc.unfreeze = lambda: None  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(trylast=True)
@@ -132,8 +136,3 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """At the end all is let go."""
-    gc.unfreeze()
