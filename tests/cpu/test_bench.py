@@ -259,6 +259,7 @@ def test_endless_simulations_are_refused() -> None:
         assert done.exit_code == 2 and "'inf' is too large" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_engines_are_measured_without_what_only_a_server_needs(tmp_path: Path) -> None:
     script = """
 import sys

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command_line import CliRunner, weft
 
+from weft.bench import startup
 from weft.bench.profile import ProfileRow, Span, profile_row, profile_table, with_lora_part
 from weft.cli.compile import KERNELS, use_kernels
 from weft.cli.main import app
@@ -18,7 +22,37 @@ from weft.core.stages import Stages, in_words
 TINY = ("--model", "tiny", "--device", "cpu", "--num-threads", "1", "--kv-cache-memory", "16M")
 
 
-def test_startup_tells_each_stage_of_two_starts(tmp_path: Path) -> None:
+BLOCK = """\
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in "fastapi starlette uvicorn zmq prometheus_client".split():
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def test_startup_tells_each_stage_of_two_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without what only a server needs. A start takes seconds, so the answer of the first one is
+    also that of the second, which has to find the kernels that the first has left."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCK)
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    started: list[subprocess.CompletedProcess[str]] = []
+    kernels: list[str] = []
+
+    def start(*args: Any, env: dict[str, str], **more: Any) -> subprocess.CompletedProcess[str]:
+        kernels.append(env["TRITON_CACHE_DIR"])
+        if not started:
+            started.append(subprocess.run(*args, env=env, **more))
+        return started[0]
+
+    processes = SimpleNamespace(run=start, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(startup, "subprocess", processes)
     plot, record = tmp_path / "plot.png", tmp_path / "history.jsonl"
     done = weft(
         "bench", "startup", *TINY, "--rank", "4", "--plot", str(plot), "--record", str(record)
@@ -34,6 +68,7 @@ def test_startup_tells_each_stage_of_two_starts(tmp_path: Path) -> None:
         assert list(seconds) == ["imports", "model", "memory", "adapter", "first token"]
         assert min(seconds.values()) >= 0 and seconds["imports"] > 0.1
         assert start["total_s"] == pytest.approx(sum(seconds.values()), abs=0.01)
+    assert len(kernels) == 2 and len(set(kernels)) == 1
     assert plot.stat().st_size > 1000
     assert "first token" in done.stdout
 
