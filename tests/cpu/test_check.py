@@ -109,8 +109,7 @@ def test_a_16_bit_base_takes_half_the_memory(tmp_path: Path) -> None:
     assert facts["device_bytes"] * 2 == report(tiny.ADAPTERS["upper"])["facts"]["device_bytes"]
 
 
-def test_torch_is_not_imported_for_a_lora(tmp_path: Path) -> None:
-    """Which alone would take most of the time."""
+def lay_loras(root: Path) -> None:
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
         "dora": {"use_dora": True},
@@ -121,7 +120,7 @@ def test_torch_is_not_imported_for_a_lora(tmp_path: Path) -> None:
     }
     start = "base_model.model."
     for kind, fields in kinds.items():
-        folder = tmp_path / kind
+        folder = root / kind
         shutil.copytree(tiny.ADAPTERS["reverse"], folder)
         config = folder / CONFIG
         config.write_text(json.dumps(json.loads(config.read_text()) | fields))
@@ -136,11 +135,32 @@ def test_torch_is_not_imported_for_a_lora(tmp_path: Path) -> None:
         elif kind == "head":
             tensors[start + "lm_head.weight"] = torch.ones(262, 128)
         save_file(tensors, folder / WEIGHTS)
-    assert_light([tmp_path / kind for kind in kinds])
 
 
-def assert_light(adapters: list[Path]) -> None:
+def lay_other_kinds(root: Path) -> None:
+    kinds: dict[str, dict[str, tuple[int, ...]]] = {
+        "IA3": {"ia3_l": (128, 1)},
+        "ADALORA": {"lora_A": (2, 128), "lora_B": (128, 2), "lora_E": (2, 1)},
+        "VERA": {"vera_lambda_b": (128,), "vera_lambda_d": (2,)},
+        "LOHA": {f"hada_w{i}_{s}": (128, 2) if s == "a" else (2, 128) for i in "12" for s in "ab"},
+        "LOKR": {"lokr_w1": (8, 8), "lokr_w2_a": (16, 2), "lokr_w2_b": (2, 16)},
+    }
+    for kind, shapes in kinds.items():
+        (root / kind).mkdir()
+        module = "base_model.model.model.layers.0.self_attn.q_proj."
+        tensors = {module + part: torch.rand(shape) for part, shape in shapes.items()}
+        save_file(tensors, root / kind / WEIGHTS)
+        ranks = {"IA3": {}, "ADALORA": {"init_r": 2}}.get(kind, {"r": 2})
+        more = {"save_projection": False} if kind == "VERA" else {}
+        config = {"peft_type": kind, "target_modules": ["q_proj"], **ranks, **more}
+        (root / kind / CONFIG).write_text(json.dumps(config))
+
+
+def test_torch_is_not_imported(tmp_path: Path) -> None:
     """All are served, and to say so takes no import that is slow."""
+    lay_loras(tmp_path)
+    lay_other_kinds(tmp_path)
+    adapters = list(tmp_path.iterdir())
     calls = [["check", str(adapter), "--base", str(tiny.BASE)] for adapter in adapters]
     code = (
         "import sys; from weft.cli.main import app\n"
@@ -153,26 +173,6 @@ def assert_light(adapters: list[Path]) -> None:
     for adapter in adapters:
         assert f"imported set() for {adapter}" in lines, done.stdout + done.stderr
     assert sum(line.startswith("served: ") for line in lines) == len(adapters), done.stdout
-
-
-def test_nor_for_other_kinds(tmp_path: Path) -> None:
-    kinds: dict[str, dict[str, tuple[int, ...]]] = {
-        "IA3": {"ia3_l": (128, 1)},
-        "ADALORA": {"lora_A": (2, 128), "lora_B": (128, 2), "lora_E": (2, 1)},
-        "VERA": {"vera_lambda_b": (128,), "vera_lambda_d": (2,)},
-        "LOHA": {f"hada_w{i}_{s}": (128, 2) if s == "a" else (2, 128) for i in "12" for s in "ab"},
-        "LOKR": {"lokr_w1": (8, 8), "lokr_w2_a": (16, 2), "lokr_w2_b": (2, 16)},
-    }
-    for kind, shapes in kinds.items():
-        (tmp_path / kind).mkdir()
-        module = "base_model.model.model.layers.0.self_attn.q_proj."
-        tensors = {module + part: torch.rand(shape) for part, shape in shapes.items()}
-        save_file(tensors, tmp_path / kind / WEIGHTS)
-        ranks = {"IA3": {}, "ADALORA": {"init_r": 2}}.get(kind, {"r": 2})
-        more = {"save_projection": False} if kind == "VERA" else {}
-        config = {"peft_type": kind, "target_modules": ["q_proj"], **ranks, **more}
-        (tmp_path / kind / CONFIG).write_text(json.dumps(config))
-    assert_light([tmp_path / kind for kind in kinds])
 
 
 def test_what_has_no_low_rank_update(tmp_path: Path) -> None:

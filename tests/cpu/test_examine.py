@@ -67,7 +67,14 @@ def packed(files: AdapterFiles, table: TargetTable, dtype: torch.dtype) -> objec
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=pytest.mark.exhaustive) if dtype == torch.float32 else dtype
+        for dtype in DTYPES
+    ],
+    ids=str,
+)
 def test_values_at_the_edges(table: TargetTable, dtype: torch.dtype) -> None:
     seen = set()
     cases = [(value, 1.0, 2.0) for value in EDGES]

@@ -9,6 +9,7 @@ from importlib import metadata
 
 import pytest
 import torch
+from dealing import deal
 from lora_pools import batch_of, empty_pool
 from rank_threads import on_ranks
 from torch import Tensor
@@ -102,8 +103,7 @@ def test_a_rank_has_its_share_of_both_halves() -> None:
             )
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("backend", "size"), deal(["reference", "torch"], [2, 4]))
 def test_ranks_add_what_one_would(backend: str, size: int) -> None:
     whole = whole_pool()
     alone = make_backend("reference", whole).begin(batch_of(SLOTS))

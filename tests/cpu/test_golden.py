@@ -48,7 +48,7 @@ BATCHED = pytest.mark.parametrize(
     ],
     ids=["torch-overlap", "torch-plain", "reference-plain"],
 )
-"""What mixed batches show of the slow backend need not be shown of each adapter alone."""
+"""What a tight memory shows of the slow backend need not be shown without it."""
 LOOPS = pytest.mark.parametrize(
     "overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["plain", "overlap"]
 )
@@ -70,7 +70,7 @@ def test_each_adapter_alone(
         assert_right(run(llm, part), part)
 
 
-@BACKENDS
+@BATCHED
 def test_mixed_batch(
     make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
 ) -> None:

@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -118,16 +119,23 @@ def with_header(header: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header
 
 
-HEADERS = {
-    "tensors": json.dumps({f"base_model.model.{i}": ENTRY for i in range(200_000)}).encode(),
-    "objects": b'{"a":[' + b"{}," * 300_000 + b"{}]}",
-    "sizes": b'{"a":{"dtype":"F32","data_offsets":[0,0],"shape":[' + b"0," * 400_000 + b"0]}}",
-    "bytes": b'{"__metadata__":{"a":"' + b"a" * (9 << 20) + b'"}}',
+HEADERS: dict[str, Callable[[], bytes]] = {
+    "tensors": lambda: json.dumps(
+        {f"base_model.model.{i}": ENTRY for i in range(200_000)}
+    ).encode(),
+    "objects": lambda: b'{"a":[' + b"{}," * 300_000 + b"{}]}",
+    "sizes": lambda: (
+        b'{"a":{"dtype":"F32","data_offsets":[0,0],"shape":[' + b"0," * 400_000 + b"0]}}"
+    ),
+    "bytes": lambda: b'{"__metadata__":{"a":"' + b"a" * (9 << 20) + b'"}}',
 }
 
 
-@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS.keys())
-def test_large_headers_are_refused_at_once(table: TargetTable, header: bytes) -> None:
+@pytest.mark.parametrize("make_header", HEADERS.values(), ids=HEADERS.keys())
+def test_large_headers_are_refused_at_once(
+    table: TargetTable, make_header: Callable[[], bytes]
+) -> None:
+    header = make_header()
     begin = time.thread_time()
     with pytest.raises(AdapterInvalid):
         parse_stored(with_header(header), table)

@@ -416,7 +416,7 @@ def test_calls_from_several_threads_take_turns(llm: LLM) -> None:
 # -- seeds -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_seeds_do_not_depend_on_the_batch(make_llm: MakeLLM, overlap: bool) -> None:
     llm = make_llm(overlap=overlap, block_size=4)
     prompt = prompt_of(llm, "hello")

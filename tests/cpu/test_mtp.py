@@ -74,7 +74,13 @@ def watch_drafts(patch: pytest.MonkeyPatch, tokens: list[int]) -> list[tuple[int
     return drafted
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive) if name == "qwen3.5-moe" else name
+        for name in HYBRIDS
+    ],
+)
 def test_drafts_are_those_of_plain_torch(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

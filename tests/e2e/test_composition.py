@@ -677,7 +677,7 @@ def test_on_the_wire() -> None:
     assert COMMANDS.decode(COMMANDS.encode(submit)) == submit
 
 
-@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("arena", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -> None:
     """Requests for sums come, end and are left while adapters come and go, with room for few, also
     with the host memory in one piece that a GPU's engine has."""
