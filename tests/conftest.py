@@ -8,7 +8,7 @@
 `support` holds what several files import.
 
 A test marked `exhaustive` proves a rule that a cheaper test proves too, on more families, sizes or
-seeds. It is skipped unless EXHAUSTIVE is set, as `make exhaustive` does.
+seeds. It is left out unless EXHAUSTIVE is set, as `make exhaustive` does.
 
 A test may be an `async def`, which runs in an event loop of its own.
 """
@@ -86,14 +86,15 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tier with the longest files comes first and that with the shortest last, so that workers
     end at about the same time."""
     items.sort(key=lambda item: str(item.path))
     items.sort(key=lambda item: [tier in item.path.parts for tier in TIERS], reverse=True)
-    for item in items:
-        if item.get_closest_marker("exhaustive") is not None and "EXHAUSTIVE" not in os.environ:
-            item.add_marker(pytest.mark.skip(reason="one of `make exhaustive`"))
+    if "EXHAUSTIVE" not in os.environ:
+        again = {item for item in items if item.get_closest_marker("exhaustive") is not None}
+        config.hook.pytest_deselected(items=[*again])
+        items[:] = [item for item in items if item not in again]
 
 
 @pytest.hookimpl(tryfirst=True)
