@@ -284,7 +284,7 @@ def test_some_of_them_by_a_real_server(tmp_path: Path) -> None:
         displace(lay(tmp_path / what.replace("/", "."), content) / WEIGHTS, what)
     paths = [path.name for path in sorted(tmp_path.iterdir()) if path.name != "upper"]
     with (
-        serving_here(tmp_path, BASE) as url,
+        serving_here(tmp_path, BASE, kv_cache_memory=16 << 20) as url,
         httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
     ):
 

@@ -20,6 +20,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from quick_start import start_weft
 from weft import RequestOutput, SamplingParams
 from weft.cli.main import app
 from weft.cli.reference import reference
+from weft.core.config import engine_args
 from weft.core.errors import ConfigError, InvalidRequest, Unreachable, WeftError, type_of_kind
 
 ROOT = Path(__file__).parents[2]
@@ -122,8 +124,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ids=lambda page: page.stem,
 )
 def test_blocks_of(page: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters that a page leaves loaded are not there for the next one."""
+    """Adapters that a page leaves loaded are not there for the next one. Models have less memory
+    than they take unless told otherwise, as it takes time to clear it."""
     monkeypatch.chdir(ROOT)
+    small = partial(engine_args, kv_cache_memory=64 << 20)
+    monkeypatch.setattr("weft.llm.engine_args", small)
     names: dict[str, object] = {}
     before = server.adapters()
     for block in BLOCKS[page]:
