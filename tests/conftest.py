@@ -75,8 +75,8 @@ TIERS = ("e2e", "cpu", "pure")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
-    """Each worker begins with other files, as it takes a while to compile them with what their
-    assertions show, and finds compiled what others began with."""
+    """Each worker begins to collect with other files. pytest compiles each file that has changed,
+    so that its assertions show values, and a worker finds compiled what others began with."""
     report = yield
     worker = getattr(collector.config, "workerinput", None)
     if worker is not None and isinstance(collector, pytest.Directory):
@@ -89,8 +89,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tier with the longest files comes first and that with the shortest last, so that workers
     end at about the same time."""
-    items.sort(key=lambda item: str(item.path))
-    items.sort(key=lambda item: [tier in item.path.parts for tier in TIERS], reverse=True)
+    items.sort(key=lambda i: ([tier not in i.path.parts for tier in TIERS], str(i.path)))
     if "EXHAUSTIVE" not in os.environ:
         again = {item for item in items if item.get_closest_marker("exhaustive") is not None}
         config.hook.pytest_deselected(items=[*again])

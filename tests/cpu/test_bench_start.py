@@ -37,8 +37,9 @@ sys.meta_path.insert(0, Missing())
 def test_startup_tells_each_stage_of_two_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without what only a server needs. A start takes seconds, so the answer of the first one is
-    also that of the second, which has to find the kernels that the first has left."""
+    """Starts of an engine do without the packages that only a server needs, which can't be imported
+    here. As a start takes seconds, one process is run, and its answer counts for both starts. The
+    second one has to look for kernels where the first has left them."""
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))

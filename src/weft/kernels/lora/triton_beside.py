@@ -190,7 +190,8 @@ PER_TILE = 1 if INTERPRETED else 16
 other, so that none may wait for a later one."""
 
 NUM_WARPS, PER_PROCESSOR = 4, 4
-"""The warps of a program, and how many programs fit on a processor, by their registers."""
+"""The warps of a program, and how many programs fit on a processor, if each thread has the 128
+registers that most products leave it."""
 REGISTERS = 1 << 16
 """The registers of a processor."""
 KILOBYTE = 1 << 10

@@ -72,9 +72,10 @@ def _product(
     last = (part + 1) * num_blocks // SPLIT
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, W)))[:, None, None]
     o = gl.arange(0, BLOCK_O, layout=gl.SliceLayout(0, gl.SliceLayout(2, W)))[None, :, None]
-    j_w = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, W)))[None, None, :]
+    j = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, W)))[None, None, :]
+    w_row = o * 32 + j
     w_ptr += (tile * BLOCK_O // 64).to(gl.int64) * (num_blocks * 2048) + tile * BLOCK_O % 64 * 32
-    w_at = w_ptr + (gl.minimum(first + lane, last - 1) * 2048 + (o * 32 + j_w))
+    w_at = w_ptr + (gl.minimum(first + lane, last - 1) * 2048 + w_row)
     w = gl.load(w_at, eviction_policy="evict_first")
     s_ptr += tile * BLOCK_O
     s = gl.load(s_ptr + (o + lane * 0))
@@ -90,7 +91,7 @@ def _product(
     acc = gl.full([LANES, BLOCK_O, BLOCK_T], 0.0, gl.float32, layout=MMA)
     for step in range(first, last, LANES):
         block = gl.minimum(step + lane, last - 1)
-        w_at = w_ptr + (gl.minimum(step + LANES + lane, last - 1) * 2048 + (o * 32 + j_w))
+        w_at = w_ptr + (gl.minimum(step + LANES + lane, last - 1) * 2048 + w_row)
         after = gl.load(w_at, eviction_policy="evict_first")
         there = (t < T) & (step + lane_x < last)
         x_at = x_ptr + (gl.minimum(step + lane_x, last - 1) * (32 * NUM) + x_row)
