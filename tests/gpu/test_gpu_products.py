@@ -98,8 +98,9 @@ def test_product_and_delta(backend: TritonBackend, slots: list[int]) -> None:
             untouched = delta == 0
             assert torch.equal(whole[t, untouched], y[t, untouched])
             if view is not None:
-                error = (pending.add_TO[t].double() - delta).abs().max()
-                assert error <= 2.0**-14 * delta.abs().max(), (group.index, t)
+                bound = 1.01 * rounding * delta.abs() + 2.0**-14 * delta.abs().max()
+                error = (pending.add_TO[t].double() - delta).abs()
+                assert bool((error <= bound).all()), (group.index, t)
 
 
 def test_a_row_does_not_see_the_others(backend: TritonBackend) -> None:

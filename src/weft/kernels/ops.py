@@ -114,13 +114,13 @@ class Pending:
     For rows with a negative slot, `add` is undefined, and the result is just `y`."""
 
     add_TO: Tensor
-    """fp32"""
+    """In the precision of the product, or in fp32."""
     slot_T: Tensor
     """int32"""
 
     def added_to(self, y_TO: Tensor) -> Tensor:
         """`y` plus `add`, rounded once; rows with a negative slot keep their bits."""
-        sum_TO = (y_TO.float() + self.add_TO).to(y_TO.dtype)
+        sum_TO = (y_TO + self.add_TO).to(y_TO.dtype)
         return torch.where(self.slot_T[:, None] >= 0, sum_TO, y_TO)
 
 

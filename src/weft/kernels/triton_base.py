@@ -141,7 +141,7 @@ def has_pending(slot_at, PENDING: tl.constexpr):
 
 @triton.jit
 def load_pending(add_at, mask, PENDING: tl.constexpr):
-    """What adapters add to columns of a row, fp32; see `weft.kernels.ops`. Kernels load it, and
+    """What adapters add to columns of a row; see `weft.kernels.ops`. Kernels load it, and
     all else, before they compute anything: a load that comes later waits for those before it."""
     add = 0.0
     if PENDING:

@@ -127,7 +127,7 @@ def sum_rows(
     """out = the sum over ranks of y and of what is pending; with NORM, x += that sum * y_scale
     and out = rms_norm(x). Programs share the rows.
 
-    y, x, out (T, WIDTH); add fp32 (T, WIDTH) and add_slot int32 (T,), see `weft.kernels.ops`;
+    y, x, out, add (T, WIDTH) and add_slot int32 (T,), see `weft.kernels.ops`;
     inbox_ptrs int64 (SIZE,), addresses of inboxes, each with 2 x SIZE x ROWS places of ROW numbers;
     uses int32 (ROWS,). T is at most ROWS, and WIDTH at most ROW, so that offsets fit in 32 bits.
     """

@@ -103,11 +103,12 @@ class TritonBackend:
         self.flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
         """Flags by which products and what runs beside them tell each other how far they are."""
         linear = [g for g in pool.table.groups if g.kind == "linear"]
-        self.delta = self._work.new_empty(
-            MOST_ROWS * max((g.out_features for g in linear), default=0)
-        )
+        # In 16 bits it takes half as long to write and to read, but expands add it before it is
+        # rounded, and with `deterministic` both must give the same bits.
+        held = self._work if pool.deterministic else pool.arena
+        self.delta = held.new_empty(MOST_ROWS * max((g.out_features for g in linear), default=0))
         """What adapters add to the product that is under way."""
-        self.share = self._work.new_full((MOST_ROWS * max(map(_shared, linear), default=0),), -0.0)
+        self.share = held.new_full((MOST_ROWS * max(map(_shared, linear), default=0),), -0.0)
         """The same where a rank's part of B is for some columns: -0, which changes no bit of what
         it is added to, for all others."""
         self.exchange: RankExchange | None = None
