@@ -547,7 +547,7 @@ def test_the_newest_run_that_fits_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (("plot", "--history", "nowhere.jsonl"), "--history nowhere.jsonl can't be read"),
+        (("plot", "--history", "nowhere.jsonl"), "--history nowhere.jsonl: No such file"),
         (("simulate", "--trace", "zipf:1.0,nonsense"), "--trace takes a list of"),
         (("simulate", "--policy", "random"), "--policy takes a list of cost, lru, fifo"),
         (("simulate", "--fleet", "2", "--adapters", "8,9"), "--adapters takes one number"),

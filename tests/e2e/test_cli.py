@@ -347,6 +347,7 @@ def test_texts_that_are_not_utf_8_are_named(command: str, names: list[str]) -> N
 def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
     modules = ("--lora-modules", f"a={tmp_path}", f"a={tmp_path}")
     os.mkfifo(pipe := tmp_path / "pipe")
+    (key := tmp_path / "key").write_bytes(bytes(32))
     for flags, message in (
         (("--max-loras", "0"), "--max-loras must be at least 1"),
         (("--lora-root", f"{tmp_path}/nowhere"), "nowhere: no such folder"),
@@ -379,6 +380,9 @@ def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
         (("--lora-root", f"{tmp_path}/\udcff"), "--lora-root must be UTF-8"),
         (("--audit-log", str(pipe)), f"--audit-log {pipe}: it is a pipe that nobody reads"),
         (("--tenants", str(pipe)), f"--tenants {pipe}: it is no regular file"),
+        ((f"--fleet={pipe}", f"--fleet-key={key}"), f"--fleet {pipe}: no regular file"),
+        (("--fleet=x:1", f"--fleet-key={pipe}"), f"--fleet-key {pipe}: it is no regular file"),
+        (("--fleet=x:1", "--fleet-key=/dev/zero"), "--fleet-key /dev/zero: it is no regular file"),
     ):
         assert message in refusal("serve", BASE, *flags)
 
@@ -424,6 +428,10 @@ def test_a_file_that_has_no_tenants_makes_no_registry(tmp_path: Path) -> None:
         file.write_bytes(content)
         line = refusal("tenants", "import", str(file), "--registry", str(registry))
         assert f"error: {file}: {why}" in line and not registry.exists()
+    file.unlink()
+    os.mkfifo(file)
+    line = refusal("tenants", "import", str(file), "--registry", str(registry))
+    assert f"error: {file}: it is no regular file" in line and not registry.exists()
 
 
 def test_what_a_registry_has_of_tenants_is_logged_like_all_else(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ import pytest
 from weft.api import bodies, http, reading, schemas
 from weft.api.settings import ApiSettings
 from weft.cli import connections
-from weft.core import folders, sampling
+from weft.core import folders, option_files, sampling
 from weft.grammar import check, grammars, matcher
-from weft.registry import tenants_file
 from weft.serving import quotas
 from weft.text import adapter_tokenizer, adapter_tokenizers
 from weft.text.sandbox import limits as sandbox
@@ -56,7 +55,7 @@ SECURITY = {
         f"{folders.READ_S:g} s, and 1 s for each {folders.READ_BYTES_PER_S // MI} MiB"
     ],
     "requests open, seats": ["`caps` of a tenant"],
-    "a tenants' file": [f"{tenants_file.MAX_FILE_BYTES // MI} MiB"],
+    "a tenants' file": [f"{option_files.MAX_FILE_BYTES // MI} MiB"],
 }
 API = {
     "bytes of a body": [f"{OPEN.max_body_bytes // MI} MiB"],

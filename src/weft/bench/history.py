@@ -11,6 +11,7 @@ from weft.bench import peers
 from weft.bench.churn_report import throughput_panel
 from weft.bench.report import COLOURS, need, new_figure
 from weft.core.errors import ConfigError
+from weft.core.option_files import read_option_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,9 +47,9 @@ def draw_history(history: Path, folder: Path) -> list[Path]:
 def read_history(path: Path) -> list[Line]:
     """The recorded runs, oldest first. Raises ConfigError if the file can't be read."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_option_text(path, f"--history {path}", "history").splitlines()
         return [dict(json.loads(line)) for line in lines if line.strip()]
-    except (OSError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"--history {path} can't be read: {error}", "history") from None
 
 

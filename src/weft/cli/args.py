@@ -250,11 +250,12 @@ class ServeFlags:
         """The server's part in a fleet; None if it is alone. Raises ConfigError."""
         if self.fleet is None or self.fleet_key is None:
             return None
-        from weft.fleet.start import FleetArgs  # it needs ZeroMQ's authentication
+        from weft.fleet.curve import read_fleet_key  # it needs ZeroMQ's authentication
+        from weft.fleet.start import FleetArgs
 
         return FleetArgs(
             where=self.fleet,
-            key=self.fleet_key,
+            key=read_fleet_key(self.fleet_key),
             listen=self.fleet_listen,
             name=self.node_name,
             labels=tuple(self.node_label or ()),

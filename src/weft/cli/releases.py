@@ -16,6 +16,7 @@ import typer
 
 from weft.core.errors import AdapterNotFound, ConfigError
 from weft.core.interrupts import interrupts_at_once
+from weft.core.option_files import read_option_text
 from weft.terminal.commands import Commands
 from weft.terminal.options import ending_in_one_line
 
@@ -136,12 +137,9 @@ def import_tenants(
     from weft.registry.tenants_file import tenants_as_json
 
     with ending_in_one_line():
+        text = read_option_text(file, str(file), "file")
         try:
-            tables = tenants_as_json(file.read_text("utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{file}: {error.strerror}", "file") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{file}: it is not UTF-8", "file") from error
+            tables = tenants_as_json(text)
         except ConfigError as error:
             raise ConfigError(f"{file}: {error.message}", error.param) from None
         if not tables:  # the file may be half written

@@ -4,7 +4,7 @@ client without it gets no answer."""
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import zmq
 from zmq.utils import z85
 
 from weft.core.errors import ConfigError
+from weft.core.option_files import read_option_file
 
 MIN_BYTES = 32
 DOMAIN = "weft-fleet"
@@ -22,7 +23,7 @@ class FleetKey:
     """A CURVE key pair, which all nodes of a fleet share."""
 
     public: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
 
     def lock(self, socket: Any, server: bool) -> None:
         """Let a ZeroMQ socket talk only to sockets with the same key. A server's context also needs
@@ -42,12 +43,10 @@ class FleetKey:
 def read_fleet_key(path: Path) -> FleetKey:
     """The key that a file's content makes: any 32 bytes or more that nobody can guess. Raises
     ConfigError."""
-    try:
-        content = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"--fleet-key {path}: {error.strerror}", "fleet_key") from error
+    named = f"--fleet-key {path}"
+    content = read_option_file(path, named, "fleet_key").strip()
     if len(content) < MIN_BYTES:
-        message = f"--fleet-key {path}: it must hold at least {MIN_BYTES} random bytes, such as"
+        message = f"{named}: it must hold at least {MIN_BYTES} random bytes, such as"
         raise ConfigError(f"{message} those of: openssl rand -hex 32", "fleet_key")
     secret = z85.encode(hashlib.blake2b(content, digest_size=32, person=b"weft-fleet").digest())
     return FleetKey(zmq.curve_public(secret), secret)

@@ -16,6 +16,7 @@ import zmq.asyncio
 
 from weft.core.duty import end_tasks, going_on
 from weft.core.errors import ConfigError, EngineDead, WeftError
+from weft.core.option_files import read_option_text
 from weft.fleet.client import LinkClient
 from weft.fleet.curve import FleetKey
 from weft.fleet.fleet_client import FleetClient
@@ -44,9 +45,9 @@ def is_address(text: str) -> bool:
 
 async def read_addresses(where: str) -> list[str]:
     """The addresses, HOST:PORT each, that a file has in its lines, or to which HOST:PORT resolves.
-    Raises ConfigError, OSError, UnicodeError."""
+    Raises ConfigError, and OSError or UnicodeError if DNS has none."""
     if not is_address(where):
-        text = await asyncio.to_thread(Path(where).read_text, "utf-8")
+        text = await asyncio.to_thread(read_option_text, Path(where), f"--fleet {where}", "fleet")
         lines = (line.partition("#")[0].strip() for line in text.splitlines())
         found = [line for line in lines if line]
         for line in found:

@@ -13,7 +13,7 @@ from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, InvalidRequest
 from weft.core.ports import check_free
 from weft.fleet.controller import Controller
-from weft.fleet.curve import read_fleet_key
+from weft.fleet.curve import FleetKey
 from weft.fleet.fleet_client import FleetClient
 from weft.fleet.live_requests import holders_of
 from weft.fleet.members import Members, is_address
@@ -47,7 +47,7 @@ class FleetArgs:
 
     where: str
     """A file with a node's HOST:PORT in each line, or HOST:PORT with several addresses in DNS."""
-    key: Path
+    key: FleetKey
     listen: str = f"0.0.0.0:{PORT}"
     name: str | None = None
     """The node's name; None: the host's name and the port at which it listens."""
@@ -68,7 +68,7 @@ class FleetArgs:
             message = f"--fleet-listen takes HOST:PORT, got {self.listen!r}"
             raise ConfigError(message, "fleet_listen")
         if not is_address(self.where) and not Path(self.where).is_file():
-            raise ConfigError(f"--fleet {self.where}: no such file, and not HOST:PORT", "fleet")
+            raise ConfigError(f"--fleet {self.where}: no regular file, and not HOST:PORT", "fleet")
         if self.target is not None and not MIN_TARGET <= self.target <= 1:
             message = f"--consolidate takes {MIN_TARGET} to 1, got {self.target}"
             raise ConfigError(message, "consolidate")
@@ -112,7 +112,6 @@ async def start_fleet(
             return source
         return await loop.run_in_executor(threads, located, source, blobs)
 
-    key = read_fleet_key(args.key)
     own = None
     if args.has_engine:
         host, _, port = args.listen.rpartition(":")
@@ -124,7 +123,7 @@ async def start_fleet(
                 args.name,
                 engine,
                 args.listen,
-                key,
+                args.key,
                 locate,
                 contents,
                 has_api=args.has_api,
@@ -135,11 +134,11 @@ async def start_fleet(
             raise
     client = FleetClient(own)
     if blobs is not None:
-        peers = PeerContents(key, client.process)
+        peers = PeerContents(args.key, client.process)
         blobs.peers, blobs.holders = peers, partial(holders_of, client.nodes)
         client.helpers.append(peers)
     name = own.name if own is not None else ""
-    client.helpers.append(Members(args.where if args.has_api else None, key, name, client))
+    client.helpers.append(Members(args.where if args.has_api else None, args.key, name, client))
     if args.has_api:
         client.helpers.append(Controller(client, args.target, args.webhook))
     try:

@@ -14,10 +14,7 @@ twice or out of range is an error that names its place, and nothing of the file 
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-import stat
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -28,11 +25,11 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from weft.core.errors import ConfigError
 from weft.core.numbers import MAX_NUMBER
+from weft.core.option_files import read_option_text
 from weft.core.tenants import Caps, Tenant
 from weft.registry.names import MAX_NAME_LENGTH
 from weft.registry.tenants import Change, Directory, Member, Role, TenantKey
 
-MAX_FILE_BYTES = 16 << 20
 _NAME = "[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*"
 """Safe as a folder's name, in URLs and in labels."""
 MAX_TENANT_LENGTH = 64
@@ -107,27 +104,12 @@ class TenantsFile:
         self.by_name.update((tenant.name, tenant) for tenant in directory.tenants)
 
     def _read(self) -> Directory:
+        named = f"--tenants {self.path}"
+        text = read_option_text(self.path, named, "tenants")
         try:
-            with open(self.path, "rb", opener=_open_at_once) as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise OSError(errno.EINVAL, "it is no regular file")
-                content = file.read(MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise ConfigError(f"--tenants {self.path}: {error.strerror}", "tenants") from error
-        if len(content) > MAX_FILE_BYTES:
-            message = f"--tenants {self.path}: larger than {MAX_FILE_BYTES} bytes"
-            raise ConfigError(message, "tenants")
-        try:
-            return parse_tenants(content.decode(), self._lora_roots)
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"--tenants {self.path}: it is not UTF-8", "tenants") from error
+            return parse_tenants(text, self._lora_roots)
         except ConfigError as error:
-            raise ConfigError(f"--tenants {self.path}: {error.message}", error.param) from None
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file, but do not wait until somebody writes to it if it is a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
+            raise ConfigError(f"{named}: {error.message}", error.param) from None
 
 
 def parse_tenants(text: str, lora_roots: Sequence[Path] = ()) -> Directory:
