@@ -317,7 +317,7 @@ def test_a_cluster_whose_terminal_is_closed_hands_its_requests_over(
     [
         (1, f"{ERROR}the disk is full", "the disk is full"),
         (0, '{"level": "info", "message": "stopped"}', "stopped"),
-        (0, "2026-11-28 04:48:48,763 INFO weft.cli.serve: stopped", "stopped"),
+        (0, "2026-11-28T04:48:48.763Z INFO weft.cli.serve: stopped", "stopped"),
         (-9, "INFO ready", "by signal 9 (Killed)"),
     ],
     ids=["error", "json", "text", "kill"],

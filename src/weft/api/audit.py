@@ -16,12 +16,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from weft.api.callers import caller_var, client_var
 from weft.core.errors import PermissionDenied, WeftError
-from weft.metrics.logs import has_room, request_id_var
+from weft.metrics.logs import has_room, request_id_var, shown_time
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +186,7 @@ class AuditLog:
         if self._path is None:
             return
         line = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "time": shown_time(time.time()),
             **dict.fromkeys(("tenant", "key", "client", "request_id")),
             **who,
             **asdict(entry),

@@ -1,4 +1,5 @@
-"""Logs on stderr: lines for people, or one JSON object a line for collectors.
+"""Logs on stderr: lines for people, or one JSON object a line for collectors. Both tell the time in
+UTC, so that the logs of machines in different zones can be read together.
 
 `weft.request` has one line for each request that ended. In JSON it belongs to the level info;
 in text, which people read, to debug.
@@ -67,13 +68,18 @@ class LogArgs:
     json: bool
 
 
+def shown_time(unix_s: float) -> str:
+    """The time in UTC to the millisecond, by ISO 8601, such as 2027-01-31T18:00:00.000Z."""
+    time = datetime.fromtimestamp(unix_s, UTC)
+    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 class JsonFormatter(logging.Formatter):
-    """time (ISO 8601, UTC), level, logger, message, the request's id, `extra` fields, exception."""
+    """time, level, logger, message, the request's id, `extra` fields, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created, UTC)
         fields: dict[str, object] = {
-            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "time": shown_time(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -94,6 +100,9 @@ class TextFormatter(logging.Formatter):
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        return shown_time(record.created)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         extra = (f" {name}={value}" for name, value in _extra(record).items())

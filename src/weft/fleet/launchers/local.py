@@ -76,7 +76,7 @@ def _message(line: str) -> str:
     """What a line of a log says, in either of the formats of `--log-format`."""
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(line)["message"])
-    return re.sub(r"^[0-9-]+ [0-9:,]+ [A-Z]+ [\w.]+: ", "", line.removeprefix(ERROR))
+    return re.sub(r"^[0-9T:.-]+Z [A-Z]+ [\w.]+: ", "", line.removeprefix(ERROR))
 
 
 class LocalLauncher:
