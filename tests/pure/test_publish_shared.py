@@ -15,12 +15,19 @@ from command_line import CliRunner
 from packed_adapters import CONFIG, adapter, digest, read, written
 
 import weft
+from weft.cli.args import ServeFlags
 from weft.cli.main import app
-from weft.core.errors import AdapterInvalid, AdapterNotFound, ConfigError, InvalidRequest
+from weft.core.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    ConfigError,
+    InvalidRequest,
+    RegistryUnavailable,
+)
 from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
 from weft.registry import sweep
 from weft.registry.blobs import BLOBS, Blobs
-from weft.registry.records import Remove
+from weft.registry.records import Label, Remove
 from weft.registry.shared import SharedRegistry
 from weft.registry.stores import DirectoryStore
 
@@ -154,6 +161,41 @@ def test_a_registry_is_read_without_room_or_rights(
     assert "publish v1" in run("history", "acme/sql", *to)
     assert "0 contents" in run("registry", "gc", *to)
     run("tenants", "list", *to)
+
+
+def test_a_server_only_reads_a_registry_until_that_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weft.publish(tmp_path, "acme/sql", written(tmp_path / "a", FILES))
+    monkeypatch.setattr("weft.registry.shared.PATIENCE_S", 0.0)
+
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for number, why in (
+        (errno.ENOSPC, "is full: No space left on device"),
+        (errno.EROFS, "can't be read or written: Read-only file system"),
+    ):
+        why = f"the registry {tmp_path} {why}"
+        with monkeypatch.context() as disk:
+            disk.setattr(Path, "hardlink_to", refused)
+            shared = ServeFlags(registry=str(tmp_path)).shared_registry()
+            assert shared is not None and f"{why}: this server serves what is there" in caplog.text
+            assert Blobs(shared.store).open(digest(FILES)).read(WEIGHTS_FILE, 1 << 20)
+            with pytest.raises(RegistryUnavailable, match=f"{why}; nothing was changed"):
+                shared.change(Label("acme/sql", {"a": str(number)}))
+            with monkeypatch.context() as unsuitable:
+                unsuitable.setattr(DirectoryStore, "put", lambda *_: True)
+                with pytest.raises(RegistryUnavailable, match="several writers create"):
+                    shared.change(Label("acme/sql", {"a": str(number)}))
+        shared.change(Label("acme/sql", {"a": str(number)}))
+        assert shared.state.names["acme/sql"].labels == {"a": str(number)}
+        shared.close()
+    with monkeypatch.context() as away:
+        away.setattr(Path, "hardlink_to", refused)
+        number = errno.EIO
+        with pytest.raises(RegistryUnavailable, match="does not answer"):
+            ServeFlags(registry=str(tmp_path)).shared_registry()
 
 
 def test_a_full_disk_has_room_enough_to_be_cleaned(

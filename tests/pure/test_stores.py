@@ -31,7 +31,7 @@ from weft.registry.contents import Contents
 from weft.registry.log import entry_key, snapshot_key
 from weft.registry.shared import SharedRegistry
 from weft.registry.state import State
-from weft.registry.stores import DirectoryStore, Store, open_store, probe
+from weft.registry.stores import DirectoryStore, Store, WritesRefused, open_store, probe
 
 
 @pytest.fixture(scope="module")
@@ -297,6 +297,7 @@ def test_a_disk_that_is_full_is_not_taken_for_a_silent_bucket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("obstore")
+    from obstore.exceptions import PermissionDeniedError
     from obstore.store import MemoryStore as ObjectMemory
 
     class Full(io.BytesIO):
@@ -311,3 +312,10 @@ def test_a_disk_that_is_full_is_not_taken_for_a_silent_bucket(
     whole = io.BytesIO(b"cont")
     assert store.get_file("a/b", whole) and whole.getvalue() == b"content"
     assert not store.get_file("a/c", whole)
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionDeniedError("403 Forbidden")
+
+    monkeypatch.setattr("obstore.put", forbidden)
+    with pytest.raises(WritesRefused, match="s3://bucket/prefix refuses access: 403 Forbidden"):
+        probe(store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
     from weft.registry.shared_tenants import SharedTenants
     from weft.registry.tenants_file import TenantsFile
 
+logger = logging.getLogger(__name__)
+
+ONLY_READ = (
+    "%s: this server serves what is there, and refuses changes as long as nothing can be written;"
+    " until then weft registry gc does not know which versions it serves"
+)
 HTTP = "HTTP server"
 FLEET = "Fleet"
 NEEDED = {
@@ -266,8 +273,8 @@ class ServeFlags:
         )
 
     def shared_registry(self) -> SharedRegistry | None:
-        """Open and read the registry that this server follows. Raises ConfigError,
-        RegistryUnavailable."""
+        """Open and read the registry that this server follows. If that can't be written, the log
+        says so, and the server only reads it. Raises ConfigError, RegistryUnavailable."""
         if self.registry is None:
             return None
         for given, name, instead in (
@@ -279,13 +286,18 @@ class ServeFlags:
                 param = name.removeprefix("--").partition(" ")[0].replace("-", "_")
                 raise ConfigError(f"{name} can't be given with --registry: {instead}", param)
         from weft.registry.shared import SharedRegistry  # not every server has one
-        from weft.registry.stores import is_new_folder, open_store
+        from weft.registry.stores import WritesRefused, is_new_folder, open_store
 
         if is_new_folder(self.registry):  # it may not be mounted yet
             message = "there is no such folder; mount it, or make it if a new registry begins there"
             raise ConfigError(f"--registry {self.registry}: {message}", "registry")
         with interrupts_at_once():
-            return SharedRegistry(open_store(self.registry))
+            store = open_store(self.registry)
+            try:
+                return SharedRegistry(store)
+            except WritesRefused as error:
+                logger.warning(ONLY_READ, error.message)
+                return SharedRegistry(store, writes=False)
 
     def shared_tenants(self, shared: SharedRegistry) -> SharedTenants:
         """The tenants of that registry. Keys of --api-key are the operator's, and may do

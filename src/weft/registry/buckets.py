@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+)
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
 from weft.core.errors import ConfigError, RegistryUnavailable
+from weft.registry.stores import WritesRefused
 
 _PART_BYTES: Final = 16 << 20
 """What one request of a large file carries."""
@@ -139,8 +145,10 @@ class BucketStore:
         try:
             yield
         except (BaseError, OSError) as error:
-            message = f"the registry {self.uri} does not answer: {_said(error)}"
-            raise RegistryUnavailable(message) from error
+            denied = isinstance(error, PermissionDeniedError)
+            kind = WritesRefused if denied else RegistryUnavailable
+            how = "refuses access" if denied else "does not answer"
+            raise kind(f"the registry {self.uri} {how}: {_said(error)}") from error
 
 
 def _client_options(uri: str) -> dict[str, str]:

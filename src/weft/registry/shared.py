@@ -23,6 +23,7 @@ import msgspec
 
 from weft.core.errors import (
     AdapterNotFound,
+    ConfigError,
     GenerationConflict,
     InvalidRequest,
     QuotaExceeded,
@@ -71,12 +72,13 @@ class SharedRegistry:
     """Follows a registry's state, and commits changes to it."""
 
     def __init__(self, store: Store, *, poll_s: float = 0.25, writes: bool = True) -> None:
-        """Checks that the store can hold a registry, unless nothing is to be written to it, and
-        reads it. Raises ConfigError, RegistryUnavailable."""
-        if writes:
-            probe(store)
+        """Reads the registry. Before that, it checks that the store can hold one; without `writes`,
+        it does so before the first change, if there is ever one. Raises ConfigError,
+        RegistryUnavailable: WritesRefused if the store could only be read."""
         self.store = store
         self._ask = _Driver(store)
+        if writes:
+            self._ask.prove()
         self._log = Log()
         self._ask.run(self._log.boot())
         self.state = self._log.state
@@ -114,7 +116,6 @@ class SharedRegistry:
                 self._thread = Thread(target=self._follow, name="registry", daemon=True)
                 self._thread.start()
                 if folder := self.store.folder("log/"):
-                    folder.mkdir(exist_ok=True)
                     args = (folder, self, self._closed)
                     Thread(target=_watch, args=args, name="registry-watch", daemon=True).start()
 
@@ -238,6 +239,10 @@ class SharedRegistry:
         any_waited = False
         while self._queue:
             any_waited = True
+            try:
+                self._ask.prove()
+            except ConfigError as error:
+                raise RegistryUnavailable(error.message, error.param) from error
             self._turns.wait()
             with self._driving:
                 begun, before = time.monotonic(), self.state.seq
@@ -376,6 +381,14 @@ class _Driver:
         self._readers = None if is_near else ThreadPoolExecutor(8, "registry-read")
         self.failed = False
         """Whether the last operation ended without an answer."""
+        self._is_proven = False
+
+    def prove(self) -> None:
+        """Check that the store can hold a registry, unless that is known. Raises ConfigError,
+        RegistryUnavailable."""
+        if not self._is_proven:
+            probe(self._store)
+            self._is_proven = True
 
     def run(self, steps: Steps[_T]) -> _T:
         """Raises RegistryUnavailable."""
@@ -416,6 +429,7 @@ def _watch(folder: Path, registry: SharedRegistry, closed: Event) -> None:
         return
     logging.getLogger("watchfiles").setLevel(logging.WARNING)  # it tells of every change
     try:
+        folder.mkdir(exist_ok=True)
         for _ in watchfiles.watch(folder, stop_event=closed, step=1, debounce=20, recursive=False):
             registry.hint()
     except (OSError, RuntimeError) as error:

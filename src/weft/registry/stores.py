@@ -31,10 +31,14 @@ _REFUSALS: Final = dict.fromkeys(_FULL, "is full") | dict.fromkeys(
 """What to say of a folder that answers, but refuses something, by the error's number."""
 
 
+class WritesRefused(RegistryUnavailable):
+    """A store answers, but has no room for more, or does not let this process write."""
+
+
 class Store(Protocol):
     """A folder or a bucket. All methods block, and may be called from any thread. Each
     raises RegistryUnavailable if the store does not answer; whether a `put` has happened is then
-    unknown."""
+    unknown. If the store answers that it can't be written, the error is WritesRefused."""
 
     uri: str
     """What it is called in messages."""
@@ -247,14 +251,15 @@ class DirectoryStore:
         try:
             yield
         except OSError as error:
-            how = _REFUSALS.get(error.errno or 0, "does not answer")
-            message = f"the registry {self.uri} {how}: {self._why(error)}"
-            raise RegistryUnavailable(message) from error
+            how = _REFUSALS.get(error.errno or 0)
+            kind = WritesRefused if how else RegistryUnavailable
+            message = f"the registry {self.uri} {how or 'does not answer'}: {self._why(error)}"
+            raise kind(message) from error
 
     def _why(self, error: OSError) -> str:
         """What went wrong, and with which of the registry's files."""
         file, why = error.filename2 or error.filename, error.strerror or str(error)
-        if not file or Path(file) == self._aside:  # the folder as a whole is meant
+        if not file or self._aside in (Path(file), Path(file).parent):  # the whole folder is meant
             return why
         return f"{Path(file).relative_to(self._root)}: {why}"
 
