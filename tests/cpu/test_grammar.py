@@ -823,6 +823,7 @@ def test_whatever_is_written_is_read_as_calls_or_as_the_form(
         ("llama3_json", StructuredOutputs(json_object=True)),
         ("llama3_json", json_form({"type": "object", "properties": {"name": {"type": "string"}}})),
         ("glm4", StructuredOutputs(regex=r"[a-z\n]+")),
+        ("pythonic", StructuredOutputs(regex=r"\[.+")),
         ("hermes", tag({"type": "const_string", "value": "a"})),
     ],
 )

@@ -148,6 +148,14 @@ BOTH: list[tuple[str, str]] = [
         f"<|tool_call_start|>[get_weather(city='{WEATHER['city']}', days=3, parts=['a', None]), "
         "now()]<|tool_call_end|>",
     ),
+    *(
+        (
+            "pythonic",
+            f"{begin}[get_weather(city='{WEATHER['city']}', days=3, parts=['a', null]), "
+            f"now()]{end}",
+        )
+        for begin, end in (("", ""), ("<|python_start|>", "<|python_end|>"), ("<|python_tag|>", ""))
+    ),
     (
         "deepseek_v3",
         f"{DEEPSEEK[0]}{deepseek_v3('get_weather', AS_JSON)}\n{deepseek_v3('now', '{}')}"
@@ -317,6 +325,51 @@ def test_damaged_calls_are_no_harm(case: tuple[str, str], data: Any) -> None:
             "<|tool_call_start|>[f(a={'y', 'x'}, b='\\d', c=0700)]<|tool_call_end|>",
             "",
             [["f", '{"a": ["x", "y"], "b": "\\\\d", "c": 700}']],
+        ),
+        (
+            "pythonic",
+            '\n[f(a={"k": [1, -2.5, {"x": (true, None)}], \'s\': "]) [g(b=1)"}, '
+            "b='it\\'s \"x\"\\n'),"
+            " f.g( ) ]\n",
+            "",
+            [
+                [
+                    "f",
+                    '{"a": {"k": [1, -2.5, {"x": [true, null]}], "s": "]) [g(b=1)"}, '
+                    '"b": "it\'s \\"x\\"\\n"}',
+                ],
+                ["f.g", "{}"],
+            ],
+        ),
+        (
+            "pythonic",
+            f"[f(a='{12_000 * chr(92)}\\'')]",
+            "",
+            [["f", f'{{"a": "{12_000 * chr(92)}\'"}}']],
+        ),
+        ("pythonic", "See [f(a=1)] <|python_start|>[g(b=2)]", "See [f(a=1)]", [["g", '{"b": 2}']]),
+        ("pythonic", "<|python_start|>g(b=2)<|python_end|>", "", [["g", '{"b": 2}']]),
+        ("pythonic", "[f(a=1), see below]", ", see below]", [["f", '{"a": 1}']]),
+        *(
+            ("pythonic", text, None, list[list[str]]())
+            for text in (
+                "[f(x)] is a list, [g(b=1)] too",
+                "[f(x)=1]",
+                "[f('x')]",
+                "[f(a=b)]",
+                "[f(a=g(1))]",
+                "[f(a=1 b=2)]",
+                "[f(a=[1, 2)]",
+                "[f(a=open('x').read())]",
+                "[f(**{'a': 1})]",
+                "[f(a=1",
+                "[f(a='x, b=1)]",
+                "[1](https://example.org/a(b=1))",
+                "[f]",
+                "[]",
+                "f(a=1)",
+                "<|python_start|>print(1)<|python_end|>",
+            )
         ),
         (
             "solar_open",

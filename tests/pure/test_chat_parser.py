@@ -541,6 +541,7 @@ def read_hermes(text: str) -> Parsed:
         ("'<|im_system|>tool_declare<|im_middle|>' {{ tools }}", "kimi_k2", None),
         ("{% if tools %}<AVAILABLE_TOOLS><TOOLCALL>[", "nemotron_json", None),
         ("List of tools: <|tool_list_start|>[", "lfm2", None),
+        ("format: [func_name1(param1=value1, param2=value2), func_name2(...)]", "pythonic", None),
         ("respond only with <|tool_call|> followed by a list", "granite", None),
         ("<seed:tool_call>\n<function=f>, </seed:think>", "seed_oss", "seed_oss"),
         ("{{ messages[0].content }}", None, None),
@@ -716,6 +717,7 @@ def test_a_name_that_is_none_is_content_at_once(tool_format: str, text: str) -> 
         ("lfm2", "<|tool_call_start|>[f(a='" + "' " * 20_000),
         ("olmo3", "<function_calls>f(" + " " * 20_000),
         ("olmo3", "<function_calls>f(a" + " " * 20_000),
+        ("pythonic", "[f(a='" + "', b=" * 20_000),
         ("gemma4", "<|tool_call>call:f{" + " " * 20_000),
         ("gemma4", "<|tool_call>call:f{" + "a:1," * 20_000),
     ],
@@ -766,6 +768,7 @@ def test_a_call_whose_name_comes_late_takes_as_long_as_another(text: str) -> Non
         ("hermes", None, HERMES),
         ("llama3_json", None, ""),
         ("glm4", None, ""),
+        ("pythonic", None, ""),
         ("mistral", None, '[TOOL_CALLS][{"name": "f", "arguments": {}}'),
     ],
 )

@@ -62,7 +62,7 @@ ROWS = [
         "llama4",
         ("Llama4",),
         sees=("Llama4",),
-        tools="`llama3_json`",
+        tools="`pythonic`, `llama3_json`",
         limits=f"{IMAGES}; no rope type that scales cos and sin where q and k have norms; peft"
         " adapts its routers by `target_parameters` only",
     ),

@@ -25,6 +25,7 @@ ToolCallParser = Literal[
     "functiongemma",
     "olmo3",
     "lfm2",
+    "pythonic",
     "deepseek_v3",
     "deepseek_v31",
     "kimi_k2",

@@ -52,6 +52,8 @@ def begins_of_calls(tools: list[dict[str, Any]], format: str) -> tuple[str, ...]
     style = TOOL_FORMATS[format]
     if style.bare and style.syntax == "named":
         return tuple(f"{tool['function']['name']}\n" for tool in tools)
+    if style.bare and style.syntax == "python":
+        return tuple(f"[{tool['function']['name']}(" for tool in tools)
     if style.bare:
         return ('{"name"',)
     return () if format == "harmony" else style.begins

@@ -133,12 +133,12 @@ class ChatParser:
         if style is None:
             self._write(piece, len(text))
             return False
-        if self._at_start and style.bare and style.syntax == "json":
+        if self._at_start and style.bare and style.syntax != "named":
             begin = len(text) - len(text.lstrip())
             if begin == len(text) and not final:
                 return False
             self._at_start = False
-            if text[begin : begin + 1] == "{":
+            if text[begin : begin + 1] == (style.opening or "{"):
                 return self._begin_call(begin)
         if self._at_start and style.bare and style.syntax == "named":
             found = self._named_at_start(final)
@@ -215,7 +215,7 @@ class ChatParser:
         if style.syntax == "gemma":
             return GemmaCall(style.quote)
         if style.syntax == "python":
-            return PythonCall()
+            return PythonCall(strict=style.bare)
         if style.syntax == "xml":
             return XmlCall(XmlStyle.of(style.call, style.parameter), self._schemas)
         if style.syntax == "named" or (style.reads and not self._in_list):

@@ -170,6 +170,14 @@ TOOL_FORMATS = {
     ),
     "olmo3": ToolFormat("<function_calls>", _PYTHON, "</function_calls>", "python", "run"),
     "lfm2": _list("<|tool_call_start|>", "<|tool_call_end|>", _PYTHON, syntax="python"),
+    "pythonic": _list(
+        "<|python_start|>",
+        "<|python_end|>",
+        _PYTHON,
+        syntax="python",
+        bare=True,
+        also_begin=("<|python_tag|>",),
+    ),
     "deepseek_v3": ToolFormat(
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
@@ -224,7 +232,8 @@ TOOL_FORMATS = {
 """Formats by name. The templates show how each is written. Beyond that:
 
 - hermes: Hermes, Qwen 2.5 and 3, Granite 4, EXAONE 4, K-EXAONE, SmolLM 3, ERNIE 4.5 Thinking
-- llama3_json: Llama 3.1 to 3.3 and 4, at the beginning of an output or behind a mark
+- llama3_json: Llama 3.1 to 3.3, and 4 by its first templates, at the beginning of an output or
+  behind a mark
 - mistral: up to version 7 of its tokenizers; a name and its arguments are read, too
 - mistral_v11: later ones
 - qwen3_coder: Qwen3-Coder, Qwen 3.5, Nemotron 3. As in all XML, values are JSON where the tool's
@@ -235,6 +244,8 @@ TOOL_FORMATS = {
 - phi4_mini_json: Phi-4-mini, which writes `functools` if the prompt is its vendor's example
 - nemotron_json: Nemotron Nano 2
 - lfm2: LFM2, LFM2.5
+- pythonic: Llama 4 and 3.2, and others whose template asks for it, at the beginning of an output
+  or behind a mark
 - deepseek_v3: DeepSeek V3 and R1
 - hunyuan: also as a JSON list, as Hunyuan-A13B writes it
 - glm4: GLM-4-0414, at the beginning of an output or behind the mark
@@ -268,6 +279,7 @@ _SHOWN_BY: tuple[tuple[str | None, *tuple[str, ...]], ...] = (
     ("granite", r"<\|tool_call\|>|<\|start_of_role\|>(?:available_)?tools<\|end_of_role\|>"),
     (None, r"item\['tools'\]", r"<\|observation\|>"),  # the first GLM-4 has tools in messages
     ("glm4", r"<\|observation\|>"),
+    ("pythonic", r"\[func_name1\("),
     ("llama3_json", r'<\|python_tag\|>|"parameters": dictionary'),
 )
 """Formats, or None for one that is not served, each with patterns that all occur in its chat

@@ -77,7 +77,7 @@ def _tag(call: dict[str, Any]) -> dict[str, Any]:
 def _between_marks(style: ToolFormat, content: dict[str, Any]) -> dict[str, Any]:
     """A call, or all calls, with the marks of the format around it."""
     begin = [] if style.bare else [mark_part(style.begin)]
-    end = [mark_part(style.end)] if style.end else []
+    end = [mark_part(style.end)] if style.end and not style.bare else []
     return sequence_of(*begin, text_part(style.opening), content, text_part(style.closing), *end)
 
 

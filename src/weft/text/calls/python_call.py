@@ -6,7 +6,7 @@ import json
 import re
 
 from weft.text.calls.read_call import ReadCall
-from weft.text.calls.values import by_itself, literal
+from weft.text.calls.values import by_itself, literal, literal_or_quoted
 
 _HEAD = re.compile(r"([\w.-]{1,256})\(")
 _NAME_CHAR = re.compile(r"[\w.-]")
@@ -18,14 +18,17 @@ _AFTER_TEXT = ",:)]}"
 
 
 class PythonCall(ReadCall):
-    """A call as OLMo 3 and LFM2 write it: `name(key="text", n=3)`.
+    """A call as OLMo 3, LFM2 and Llama 4 write it: `name(key="text", n=3)`.
 
     LFM2 does not escape quotes within a text. So a quote ends a text only if the character after it
     can follow a text.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strict: bool = False) -> None:
+        """`strict`: there may be no mark which says that this is a call. So it is only one if all
+        of it is, with identifiers as keys and literals as values."""
         super().__init__()
+        self._strict = strict
         self._token: list[str] = []
         self._separator = ""
         self._key = ""
@@ -34,6 +37,10 @@ class PythonCall(ReadCall):
         self._escaped = False
         self._may_end = False
         """Whether a quote was read that ends the text, unless the text goes on."""
+
+    @property
+    def known(self) -> bool:
+        return bool(self.name) and (self.done or not self._strict)
 
     def feed(self, char: str) -> bool:
         self._token.append(char)
@@ -64,7 +71,8 @@ class PythonCall(ReadCall):
             self._token = self._token if token else []
             self.done = token == ")"
             self.arguments.append("}" if self.done else "")
-            return self.done or len(self._token) < _MAX_KEY
+            may_be = not self._strict or not token or token.isidentifier()
+            return self.done or (may_be and len(self._token) < _MAX_KEY)
         if char in "\"'":
             self._quote = char
         elif char in "{[(":
@@ -77,8 +85,11 @@ class PythonCall(ReadCall):
 
     def _end_argument(self, char: str) -> bool:
         value = "".join(self._token[:-1]).strip()
+        written = literal_or_quoted(value) if self._strict else by_itself(value)
+        if written is None:
+            return False
         key = json.dumps(self._key, ensure_ascii=False)
-        self.arguments.append(f"{self._separator}{key}: {by_itself(value)}")
+        self.arguments.append(f"{self._separator}{key}: {written}")
         self._key, self._token, self._separator = "", [], ", "
         self.done = char == ")"
         self.arguments.append("}" if self.done else "")

@@ -11,9 +11,11 @@ from weft.text.json_stream import is_json
 
 _NOT_BARE = frozenset({"minLength", "maxLength", "pattern", "const", "anyOf", "oneOf", "allOf"})
 _KINDS = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
-_CONSTANTS = {"true": "True", "false": "False", "null": "None"}
+_CONSTANTS = {"true": True, "false": False, "null": None}
 _MAX_LITERAL = 10_000
 """The most characters of a Python literal that is no JSON."""
+_MAX_TEXT = 1 << 18
+"""The same for one that begins with a quote, which takes a tenth of the time."""
 _RAW = str.maketrans({"\n": "\\n", "\r": "\\r", "\0": "\\0"})
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _PADDED = re.compile(r"-?0[0-9]{1,18}")
@@ -45,32 +47,44 @@ def by_schema(value: str, schema: Any) -> str:
 
 
 def by_itself(value: str) -> str:
-    """A value as JSON, without a schema: the literal that it looks like, or else text. Quotes
-    around text are taken off, even if it has more quotes, which are not escaped."""
+    """A value as JSON, without a schema: what it looks like, or else text."""
+    return literal_or_quoted(value) or json.dumps(value, ensure_ascii=False)
+
+
+def literal_or_quoted(value: str) -> str | None:
+    """A value as JSON: the literal that it looks like, or the text between quotes, even if it has
+    more quotes, which are not escaped; None if it is neither."""
     text = literal(_ZEROS.sub("", value, count=1) if _PADDED.fullmatch(value) else value)
-    if text is None:
-        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
-        text = json.dumps(value[1:-1] if quoted else value, ensure_ascii=False)
+    if text is None and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+        text = json.dumps(value[1:-1], ensure_ascii=False)
     return text
 
 
 def literal(value: str) -> str | None:
     """A value that is JSON already, or that Python reads as a literal, as JSON; None if it is
-    neither. Text in quotes may go over several lines."""
+    neither. JSON's constants may stand within a literal. Text in quotes may go over several
+    lines."""
     if is_json(value):
         return value
-    if len(value) > _MAX_LITERAL:
+    if len(value) > (_MAX_TEXT if value[:1] in ("'", '"') else _MAX_LITERAL):
         return None
     escaped = _ESCAPE.sub(lambda pair: ("" if pair[1] in _KNOWN else "\\") + pair[0], value)
-    for text in dict.fromkeys((_CONSTANTS.get(value, escaped), escaped.translate(_RAW))):
+    for text in dict.fromkeys((escaped, escaped.translate(_RAW))):
         try:
-            found = ast.literal_eval(text)
+            found = ast.literal_eval(_Constants().visit(ast.parse(text, mode="eval")))
             listed = sorted(found, key=repr) if isinstance(found, set) else found
             written = json.dumps(listed, ensure_ascii=False, allow_nan=False)
             return written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, Warning):
             pass
     return None
+
+
+class _Constants(ast.NodeTransformer):
+    """Puts the values of JSON's constants in the place of their names."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
 
 
 def _kinds(schema: Any) -> set[str]:
