@@ -7,6 +7,8 @@ import re
 from typing import Any
 
 import pytest
+from jinja2 import Environment
+from jinja2.utils import Namespace
 
 from weft.text.chat_parser import ChatParser
 from weft.text.tool_messages import reads_fields, with_fields
@@ -51,6 +53,47 @@ def test_earlier_calls_are_what_the_format_reads(template: str, format: str, rol
     assert piece.content == ""
     given = ["".join(d.arguments for d in piece.tool_calls if d.index == i) for i in (0, 1)]
     assert [json.loads(arguments) for arguments in given] == [CALL["function"]["arguments"]] * 2
+
+
+HARMONY = """{% for message in messages %}{% if 'tool_calls' in message %}\
+{% set call = message.tool_calls[0].function %}{% set last.name = call.name %}\
+{{ message.thinking or message.content }}<|start|>{{ call.name }} {{ call.arguments }}<|call|>\
+{% elif message.role == 'tool' %}<|start|>{{ last.name }}: {{ message.content }}<|end|>\
+{% else %}{{ message.role }}: {{ message.content }}<|end|>{% endif %}{% endfor %}"""
+"""As gpt-oss's: only the first call of a message shows, and a result is that of the last call."""
+
+
+@pytest.mark.parametrize(
+    ("results", "shown"),
+    [
+        ([("2", "B"), ("1", "A")], "f 1<|call|>f: A<|end|>g 2<|call|>g: B<|end|>h 3<|call|>"),
+        ([(None, "A"), (None, "B")], "f 1<|call|>f: A<|end|>g 2<|call|>g: B<|end|>h 3<|call|>"),
+        ([("3", "C")], "f 1<|call|>g 2<|call|>h 3<|call|>h: C<|end|>"),
+        (
+            [("1", "A"), ("1", "a"), ("4", "?"), ("3", "C")],
+            "f 1<|call|>f: A<|end|>g 2<|call|>h 3<|call|>h: C<|end|>h: ?<|end|>h: a<|end|>",
+        ),
+    ],
+)
+def test_a_template_that_shows_one_call_of_a_message_is_given_one(
+    results: list[tuple[str | None, str]], shown: str
+) -> None:
+    calls = [
+        {"id": str(n), "function": {"name": name, "arguments": n}}
+        for n, name in enumerate("fgh", start=1)
+    ]
+    asked = [
+        {"role": "user", "content": "ask"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": calls},
+        *({"role": "tool", "content": text, "tool_call_id": id} for id, text in results),
+        {"role": "assistant", "content": "Done."},
+    ]
+    given = with_fields(asked, HARMONY, TOOLS)
+    text = Environment().from_string(HARMONY).render(messages=given, last=Namespace())
+    text = text.replace("<|start|>", "")
+    assert text == f"user: ask<|end|>hm{shown}assistant: Done.<|end|>"
+    every = HARMONY + "{% for call in message.tool_calls %}{% endfor %}"
+    assert with_fields(asked, every, TOOLS)[1]["tool_calls"] == calls
 
 
 def test_calls_of_lfm_are_content_where_the_template_knows_none() -> None:

@@ -16,6 +16,8 @@ _KIMI = "## Return of"
 _MISTRAL = re.compile(r"\|\s*length\s*!=\s*9\b")
 _THOUGHTS = re.compile(r"message\.thinking\b|message\['thinking'\]")
 _EITHER = "Cannot pass both content and thinking"
+_FIRST_CALL = re.compile(r"(?:\.tool_calls|\['tool_calls'\])\[0\]")
+_EACH_CALL = re.compile(r"\bin\s+\w+(?:\.tool_calls|\['tool_calls'\])")
 _JSON_TEXT = re.compile(r"\+\s*\w+\['function'\]\['arguments'\]\s*\+")
 """How templates of DeepSeek add a call's arguments to other text."""
 _SYSTEM = {
@@ -46,9 +48,12 @@ def with_fields(
     """The messages with the fields that the template reads, if it reads some: tools as JSON in the
     system message, calls as the model writes them, and results in the role that it knows. For Kimi
     and Mistral, calls have ids as they know them. Where a template adds arguments to text, they are
-    text. Thoughts have the name that the template gives them."""
+    text. Where it shows only the first call of a message, as those of gpt-oss and Llama 3, each
+    call has a message. Thoughts have the name that the template gives them."""
     if _THOUGHTS.search(template):
         messages = [_with_thoughts(m, _EITHER in template) for m in messages]
+    if _FIRST_CALL.search(template) and not _EACH_CALL.search(template):
+        messages = _with_one_call_each(messages)
     if _KIMI in template:
         messages = _with_ids(messages, lambda call, n: f"functions.{call['function']['name']}:{n}")
     elif _MISTRAL.search(template):
@@ -77,6 +82,34 @@ def _with_thoughts(message: Message, is_either: bool) -> Message:
     if not thoughts or (is_either and message.get("content") and message.get("tool_calls")):
         return message
     return {**message, "thinking": thoughts}
+
+
+def _with_one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """A message for each call, with the result of that call behind it. The models of such templates
+    make one call at a time and wait for its result, so this is what they would have seen. What was
+    said or thought before the calls stays in the first of these messages."""
+    turns: list[tuple[Message, list[Message]]] = []
+    for message in messages:
+        if message.get("role") == "tool" and turns:
+            turns[-1][1].append(message)
+        else:
+            turns.append((message, []))
+    found: list[Message] = []
+    for message, results in turns:
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or len(calls) < 2:
+            found += [message, *results]
+            continue
+        waiting: dict[object, list[Message]] = {}
+        for result in reversed(results):
+            waiting.setdefault(result.get("tool_call_id"), []).append(result)
+        for call in calls:
+            found.append({**message, "tool_calls": [call]})
+            message = {"role": "assistant", "content": ""}
+            own = waiting.get(call.get("id")) or waiting.get(None)
+            found += [own.pop()] if own else []
+        found += [result for each in waiting.values() for result in reversed(each)]
+    return found
 
 
 def _with_ids(
