@@ -336,12 +336,15 @@ def test_values_of_the_wrong_kind_are_named_with_what_is_allowed() -> None:
         ("label name --registry folder", ["KEY=VALUE..."]),
     ],
 )
-def test_texts_that_are_not_utf_8_are_named(command: str, names: list[str]) -> None:
+def test_texts_that_are_not_utf_8_or_empty_are_named(command: str, names: list[str]) -> None:
     for name in names:
         flag = [name] if name.startswith("-") else []
         done = CliRunner().invoke(app, [*command.split(), *flag, "a=\udcff"])
         assert done.exit_code == 2
         assert f"Invalid value for '{name}': it must be UTF-8." in done.stderr
+        if not flag:
+            done = CliRunner().invoke(app, [*command.split(), ""])
+            assert f"Invalid value for '{name}': it must not be empty." in done.stderr
 
 
 def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
@@ -394,6 +397,8 @@ def test_a_taken_port_is_refused_before_the_model_loads() -> None:
         for flag in ("--port", "--metrics-port"):
             line = refusal("serve", "/no/such/model", *flags, flag, port)
             assert f"can't listen on 127.0.0.1:{port}: Address already in use ({flag})" in line
+    line = refusal("serve", "/no/such/model", "--port=0", "--host=192.0.2.1")
+    assert "can't listen on 192.0.2.1:0: Cannot assign requested address (--host)" in line
 
 
 def test_a_missing_base(tmp_path: Path) -> None:

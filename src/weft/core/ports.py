@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Mapping
 from itertools import combinations
@@ -37,6 +38,10 @@ def check_different(places: Mapping[str, tuple[str, int]]) -> None:
 
 
 def port_refused(host: str, port: int, flag: str, error: OSError) -> ConfigError:
-    """The error for a port that this flag has, and that can't be had."""
-    message = f"can't listen on {host}:{port}: {error.strerror or error} ({flag})"
+    """The error for a port that this flag has, and that can't be had. If it is the host that this
+    machine has not, the error names the flag of the host."""
+    if error.errno == errno.EADDRNOTAVAIL:
+        flag = flag.replace("port", "host")
+    shown = f"[{host}]" if ":" in host and host[0] != "[" else host
+    message = f"can't listen on {shown}:{port}: {error.strerror or error} ({flag})"
     return ConfigError(message, flag.removeprefix("--").replace("-", "_"))

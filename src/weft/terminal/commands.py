@@ -29,7 +29,7 @@ INDENT = (0, 0, 0, 2)
 class Command(TyperCommand):
     """A command whose options are listed in two columns, under the titles of their panels, and
     which says plainly what is wrong with a value. Texts must be UTF-8, as neither servers nor other
-    processes could be told them; paths may be anything."""
+    processes could be told them; paths may be anything. An argument must not be empty."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -46,6 +46,8 @@ class Command(TyperCommand):
                 if isinstance(text, str) and re.search("[\ud800-\udfff]", text):
                     assert isinstance(param, TyperArgument | TyperOption)
                     raise typer.BadParameter("it must be UTF-8.", ctx, param)
+                if text == "" and isinstance(param, TyperArgument):
+                    raise typer.BadParameter("it must not be empty.", ctx, param)
         return rest
 
     def get_usage(self, ctx: Any) -> str:
