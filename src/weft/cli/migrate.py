@@ -83,8 +83,18 @@ STATED = {
     "--kv-cache-dtype": ("auto",),
     "--load-format": ("safetensors",),
     "--quantization": ("awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin"),
+    "--reasoning-parser": (
+        *("deepseek-r1", "deepseek_r1", "deepseek-v3", "deepseek_v3", "ernie45", "glm45", "glm47"),
+        *("gpt-oss", "hunyuan", "hunyuan_a13b", "kimi", "kimi_k2", "minimax", "minimax_m2"),
+        *("nemotron_3", "nemotron_v3", "olmo3", "openai_gptoss", "qwen3", "qwen3-thinking"),
+    ),
+    "--tool-call-parser": (
+        *("deepseekv3", "deepseekv31", "glm", "gpt-oss", "granite4", "hunyuan_a13b", "llama3"),
+        *("llama4_json", "llama4_pythonic", "minimax-m2", "openai", "qwen", "qwen25", "qwen3_xml"),
+    ),
 }
-"""Values that say what the checkpoint itself says, so that they are left out."""
+"""Values that say what the checkpoint itself says, so that they are left out. Formats of calls and
+of reasoning are here if Weft knows them by another name: its chat template shows them."""
 
 _DATA_PARALLEL = "start a server for each copy of the model; they can share a registry"
 _PIPELINE = "a model is spread over GPUs by --tensor-parallel-size"
