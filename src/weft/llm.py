@@ -80,6 +80,9 @@ class LLM:
         skip_tokenizer_init: bool = False,
         **options: object,
     ) -> None:
+        if not isinstance(cast(object, model), str | Path) or not str(model):
+            message = f"model must be a folder or a name on the Hugging Face hub, got {model!r}"
+            raise ConfigError(message, "model")
         if not isinstance(cast(object, adapters), Mapping | None):
             message = f"adapters must be paths by name, such as {{'sql': './sql'}}, got {adapters}"
             raise ConfigError(message, "adapters")
@@ -330,6 +333,9 @@ def _with_text(message: Mapping[str, Any], index: int) -> Mapping[str, Any]:
         raise InvalidRequest(
             f"messages[{index}] must be a mapping, got {message!r:.100}", "messages"
         )
+    if not isinstance(message.get("role"), str):
+        field = f"messages[{index}].role"
+        raise InvalidRequest(f"{field} must be a text such as 'user'", field)
     content, field = message.get("content"), f"messages[{index}].content"
     if isinstance(content, list):
         content = joined_text(content, field)

@@ -134,6 +134,8 @@ def test_a_call_without_content_is_a_message(llm: LLM) -> None:
         (None, "messages"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"content": "hello"}], "messages[0].role"),
+        ([{"role": 1, "content": "hello"}], "messages[0].role"),
         ([{"role": "user", "content": HALF}], "messages"),
     ],
 )
@@ -710,6 +712,9 @@ def test_a_name_that_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.llm.load_tokenizer", no_such)
     with pytest.raises(ConfigError, match="nope is neither a local folder nor a model"):
         LLM("nope")
+    for model in (None, 5, ""):
+        with pytest.raises(ConfigError, match=f"model must be a folder or a name .* got {model!r}"):
+            LLM(model)  # type: ignore[arg-type]
 
 
 def test_a_repository_without_a_models_files(
