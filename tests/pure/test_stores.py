@@ -31,7 +31,7 @@ from weft.registry.contents import Contents
 from weft.registry.log import entry_key, snapshot_key
 from weft.registry.shared import SharedRegistry
 from weft.registry.state import State
-from weft.registry.stores import DirectoryStore, Store, WritesRefused, open_store, probe
+from weft.registry.stores import DirectoryStore, Store, open_store, probe
 
 
 @pytest.fixture(scope="module")
@@ -317,5 +317,7 @@ def test_a_disk_that_is_full_is_not_taken_for_a_silent_bucket(
         raise PermissionDeniedError("403 Forbidden")
 
     monkeypatch.setattr("obstore.put", forbidden)
-    with pytest.raises(WritesRefused, match="s3://bucket/prefix refuses access: 403 Forbidden"):
+    said = "s3://bucket/prefix refuses access: 403 Forbidden"
+    with pytest.raises(RegistryUnavailable, match=said) as refused:
         probe(store)
+    assert refused.value.refused

@@ -16,7 +16,7 @@ import typer
 
 from weft.cli.formats import ReasoningParser, ToolCallParser, names_of
 from weft.core.config import KvEventsArgs
-from weft.core.errors import ConfigError
+from weft.core.errors import ConfigError, RegistryUnavailable
 from weft.core.folders import at_home
 from weft.core.interrupts import interrupts_at_once
 from weft.core.ports import check_different
@@ -286,7 +286,7 @@ class ServeFlags:
                 param = name.removeprefix("--").partition(" ")[0].replace("-", "_")
                 raise ConfigError(f"{name} can't be given with --registry: {instead}", param)
         from weft.registry.shared import SharedRegistry  # not every server has one
-        from weft.registry.stores import WritesRefused, is_new_folder, open_store
+        from weft.registry.stores import is_new_folder, open_store
 
         if is_new_folder(self.registry):  # it may not be mounted yet
             message = "there is no such folder; mount it, or make it if a new registry begins there"
@@ -295,7 +295,9 @@ class ServeFlags:
             store = open_store(self.registry)
             try:
                 return SharedRegistry(store)
-            except WritesRefused as error:
+            except RegistryUnavailable as error:
+                if not error.refused:
+                    raise
                 logger.warning(ONLY_READ, error.message)
                 return SharedRegistry(store, writes=False)
 

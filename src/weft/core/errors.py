@@ -189,6 +189,12 @@ class RegistryUnavailable(WeftError):
     status = 503
     kind = "registry_unavailable"
 
+    def __init__(self, message: str, param: str | None = None, *, refused: bool = False) -> None:
+        """`refused`: whether the store answers, but has no room for more, or does not let this
+        process write."""
+        super().__init__(message, param)
+        self.refused = refused
+
 
 class NotReady(WeftError):
     status = 503

@@ -74,7 +74,7 @@ class SharedRegistry:
     def __init__(self, store: Store, *, poll_s: float = 0.25, writes: bool = True) -> None:
         """Reads the registry. Before that, it checks that the store can hold one; without `writes`,
         it does so before the first change, if there is ever one. Raises ConfigError,
-        RegistryUnavailable: WritesRefused if the store could only be read."""
+        RegistryUnavailable, which is `refused` if the store can only be read."""
         self.store = store
         self._ask = _Driver(store)
         if writes:

@@ -31,14 +31,10 @@ _REFUSALS: Final = dict.fromkeys(_FULL, "is full") | dict.fromkeys(
 """What to say of a folder that answers, but refuses something, by the error's number."""
 
 
-class WritesRefused(RegistryUnavailable):
-    """A store answers, but has no room for more, or does not let this process write."""
-
-
 class Store(Protocol):
     """A folder or a bucket. All methods block, and may be called from any thread. Each
     raises RegistryUnavailable if the store does not answer; whether a `put` has happened is then
-    unknown. If the store answers that it can't be written, the error is WritesRefused."""
+    unknown, unless the error says that the store `refused` it."""
 
     uri: str
     """What it is called in messages."""
@@ -252,9 +248,8 @@ class DirectoryStore:
             yield
         except OSError as error:
             how = _REFUSALS.get(error.errno or 0)
-            kind = WritesRefused if how else RegistryUnavailable
             message = f"the registry {self.uri} {how or 'does not answer'}: {self._why(error)}"
-            raise kind(message) from error
+            raise RegistryUnavailable(message, refused=how is not None) from error
 
     def _why(self, error: OSError) -> str:
         """What went wrong, and with which of the registry's files."""
