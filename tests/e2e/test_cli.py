@@ -15,6 +15,7 @@ from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import BinaryIO
 
 import pytest
@@ -582,7 +583,9 @@ def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
         assert command[:3] == [sys.executable, "-m", "weft"] and stderr == subprocess.STDOUT
         return start_weft(command[3:], stdout)
 
-    monkeypatch.setattr(child_server.subprocess, "Popen", start)
+    # The module itself is everybody's, and `start_weft` needs its Popen.
+    replaced = SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    monkeypatch.setattr(child_server, "subprocess", replaced)
     monkeypatch.setattr(demo, "WORDS_EACH", 1)
     monkeypatch.setattr(demo, "REPEATS", 1)
     done = CliRunner().invoke(app, ["demo"])
