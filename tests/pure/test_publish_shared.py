@@ -167,7 +167,6 @@ def test_a_server_only_reads_a_registry_until_that_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weft.publish(tmp_path, "acme/sql", written(tmp_path / "a", FILES))
-    monkeypatch.setattr("weft.registry.shared.PATIENCE_S", 0.0)
 
     def refused(*_: object) -> None:
         raise OSError(number, os.strerror(number))

@@ -190,8 +190,8 @@ class RegistryUnavailable(WeftError):
     kind = "registry_unavailable"
 
     def __init__(self, message: str, param: str | None = None, *, refused: bool = False) -> None:
-        """`refused`: whether the store answers, but has no room for more, or does not let this
-        process write."""
+        """`refused`: whether the store answers, but can't be written: it has no room for more, does
+        not let this process write, or can't hold a registry."""
         super().__init__(message, param)
         self.refused = refused
 

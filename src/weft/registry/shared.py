@@ -7,6 +7,7 @@ changes: all that are waiting go into one entry.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import secrets
 import time
@@ -242,7 +243,7 @@ class SharedRegistry:
             try:
                 self._ask.prove()
             except ConfigError as error:
-                raise RegistryUnavailable(error.message, error.param) from error
+                raise RegistryUnavailable(error.message, error.param, refused=True) from error
             self._turns.wait()
             with self._driving:
                 begun, before = time.monotonic(), self.state.seq
@@ -268,8 +269,9 @@ class SharedRegistry:
                 future.set_exception(RegistryUnavailable(message))
 
     def _give_up(self, error: RegistryUnavailable) -> None:
-        """Tell those who have waited long enough that the store does not answer."""
-        for each in self._queue.overdue(time.monotonic()):
+        """Tell those who have waited long enough that the store does not answer; and all, if it
+        answers that it can't be written."""
+        for each in self._queue.overdue(math.inf if error.refused else time.monotonic()):
             self._queue.take(each.op.nonce)
             sent = self._log.was_sent(each.op)
             made = "it is not known whether the change was made" if sent else "nothing was changed"
