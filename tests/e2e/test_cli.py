@@ -402,6 +402,14 @@ def test_a_taken_port_is_refused_before_the_model_loads() -> None:
     assert "can't listen on 192.0.2.1:0: Cannot assign requested address (--host)" in line
 
 
+def test_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    line = refusal("serve", BASE, "--port=0")
+    assert line == "weft: error: the working folder: No such file or directory"
+
+
 def test_a_missing_base(tmp_path: Path) -> None:
     line = refusal("serve", str(tmp_path / "none"), "--port", "0")
     assert f"there is no folder {tmp_path / 'none'}" in line

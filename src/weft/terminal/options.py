@@ -164,9 +164,12 @@ def ending_in_one_line(status: int = 1, traceback: bool = False) -> Iterator[Non
         sys.stderr.write(f"weft: error: {plain(' '.join(error.message.split()))}\n")
         raise typer.Exit(status) from None
     except OSError as error:
-        if traceback or error.filename is None:
+        where = error.filename
+        if where is None and isinstance(error, FileNotFoundError):  # by os.getcwd alone
+            where = "the working folder"
+        if traceback or where is None:
             raise
-        sys.stderr.write(f"weft: error: {plain(str(error.filename))}: {error.strerror}\n")
+        sys.stderr.write(f"weft: error: {plain(str(where))}: {error.strerror}\n")
         raise typer.Exit(status) from None
     except MemoryError as error:
         if traceback:
