@@ -16,7 +16,7 @@ import typer
 
 from weft.cli.formats import ReasoningParser, ToolCallParser, names_of
 from weft.core.config import KvEventsArgs
-from weft.core.errors import ConfigError, RegistryUnavailable
+from weft.core.errors import ConfigError, RegistryReadOnly
 from weft.core.folders import at_home
 from weft.core.interrupts import interrupts_at_once
 from weft.core.ports import check_different
@@ -295,9 +295,7 @@ class ServeFlags:
             store = open_store(self.registry)
             try:
                 return SharedRegistry(store)
-            except RegistryUnavailable as error:
-                if not error.refused:
-                    raise
+            except RegistryReadOnly as error:
                 logger.warning(ONLY_READ, error.message)
                 return SharedRegistry(store, writes=False)
 

@@ -24,6 +24,7 @@
     ├── RequestTimeout              504  it took longer than the operator allows
     ├── EngineDead                  503  the engine process is gone
     ├── RegistryUnavailable         503  the shared registry does not answer: no changes now
+    │   └── RegistryReadOnly        503  it answers, but can't be written, as its disk is full
     ├── NotReady                    503  something hangs; only `/ready` answers so
     ├── Unreachable                 502  a server that was asked does not answer, or is not Weft
     └── ConfigError                 500  the server can't start like this; `param` names the flag
@@ -189,11 +190,11 @@ class RegistryUnavailable(WeftError):
     status = 503
     kind = "registry_unavailable"
 
-    def __init__(self, message: str, param: str | None = None, *, refused: bool = False) -> None:
-        """`refused`: whether the store answers, but can't be written: it has no room for more, does
-        not let this process write, or can't hold a registry."""
-        super().__init__(message, param)
-        self.refused = refused
+
+class RegistryReadOnly(RegistryUnavailable):
+    """It has no room for more, does not let this process write, or can't hold a registry."""
+
+    kind = "registry_read_only"
 
 
 class NotReady(WeftError):

@@ -19,7 +19,7 @@ from obstore.exceptions import (
 )
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
-from weft.core.errors import ConfigError, RegistryUnavailable
+from weft.core.errors import ConfigError, RegistryReadOnly, RegistryUnavailable
 
 _PART_BYTES: Final = 16 << 20
 """What one request of a large file carries."""
@@ -144,10 +144,10 @@ class BucketStore:
         try:
             yield
         except (BaseError, OSError) as error:
-            refused = isinstance(error, PermissionDeniedError)
-            how = "refuses access" if refused else "does not answer"
-            message = f"the registry {self.uri} {how}: {_said(error)}"
-            raise RegistryUnavailable(message, refused=refused) from error
+            denied = isinstance(error, PermissionDeniedError)
+            kind = RegistryReadOnly if denied else RegistryUnavailable
+            how = "refuses access" if denied else "does not answer"
+            raise kind(f"the registry {self.uri} {how}: {_said(error)}") from error
 
 
 def _client_options(uri: str) -> dict[str, str]:

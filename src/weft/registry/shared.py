@@ -28,6 +28,7 @@ from weft.core.errors import (
     GenerationConflict,
     InvalidRequest,
     QuotaExceeded,
+    RegistryReadOnly,
     RegistryUnavailable,
     WeftError,
 )
@@ -75,7 +76,7 @@ class SharedRegistry:
     def __init__(self, store: Store, *, poll_s: float = 0.25, writes: bool = True) -> None:
         """Reads the registry. Before that, it checks that the store can hold one; without `writes`,
         it does so before the first change, if there is ever one. Raises ConfigError,
-        RegistryUnavailable, which is `refused` if the store can only be read."""
+        RegistryUnavailable: RegistryReadOnly if the store could only be read."""
         self.store = store
         self._ask = _Driver(store)
         if writes:
@@ -243,7 +244,7 @@ class SharedRegistry:
             try:
                 self._ask.prove()
             except ConfigError as error:
-                raise RegistryUnavailable(error.message, error.param, refused=True) from error
+                raise RegistryReadOnly(error.message, error.param) from error
             self._turns.wait()
             with self._driving:
                 begun, before = time.monotonic(), self.state.seq
@@ -271,11 +272,12 @@ class SharedRegistry:
     def _give_up(self, error: RegistryUnavailable) -> None:
         """Tell those who have waited long enough that the store does not answer; and all, if it
         answers that it can't be written."""
-        for each in self._queue.overdue(math.inf if error.refused else time.monotonic()):
+        refused = isinstance(error, RegistryReadOnly)
+        for each in self._queue.overdue(math.inf if refused else time.monotonic()):
             self._queue.take(each.op.nonce)
             sent = self._log.was_sent(each.op)
             made = "it is not known whether the change was made" if sent else "nothing was changed"
-            each.future.set_exception(RegistryUnavailable(f"{error.message}; {made}"))
+            each.future.set_exception(type(error)(f"{error.message}; {made}"))
 
     def _drive(self, steps: Steps[_T]) -> _T:
         """Run an operation of the log, and tell listeners what it has read, even if it fails half

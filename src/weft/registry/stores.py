@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
-from weft.core.errors import ConfigError, RegistryUnavailable
+from weft.core.errors import ConfigError, RegistryReadOnly, RegistryUnavailable
 
 _STALE_S: Final = 24 * 3600.0
 """An unfinished file of this age was abandoned."""
@@ -34,7 +34,7 @@ _REFUSALS: Final = dict.fromkeys(_FULL, "is full") | dict.fromkeys(
 class Store(Protocol):
     """A folder or a bucket. All methods block, and may be called from any thread. Each
     raises RegistryUnavailable if the store does not answer; whether a `put` has happened is then
-    unknown, unless the error says that the store `refused` it."""
+    unknown. If the store answers that it can't be written, the error is RegistryReadOnly."""
 
     uri: str
     """What it is called in messages."""
@@ -248,8 +248,9 @@ class DirectoryStore:
             yield
         except OSError as error:
             how = _REFUSALS.get(error.errno or 0)
+            kind = RegistryReadOnly if how else RegistryUnavailable
             message = f"the registry {self.uri} {how or 'does not answer'}: {self._why(error)}"
-            raise RegistryUnavailable(message, refused=how is not None) from error
+            raise kind(message) from error
 
     def _why(self, error: OSError) -> str:
         """What went wrong, and with which of the registry's files."""
