@@ -45,14 +45,14 @@ imports: $(VENV)/.installed-test
 # its workers before it imports what a tier needs.
 TESTS := tests --ignore tests/gpu --ignore tests/page
 pytest: $(VENV)/.installed-test
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(TESTS) -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(TESTS) --workers 3
 
 quick: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/pure -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/pure --workers 2
 
 exhaustive: $(VENV)/.installed-test
 	EXHAUSTIVE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(TESTS) -m exhaustive \
-	  -n 2 --dist loadfile
+	  --workers 2
 
 # They want other versions of packages than Weft does, and than one another.
 test-clients: $(VENV)/.installed-test

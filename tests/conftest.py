@@ -22,13 +22,14 @@ import inspect
 import os
 import platform
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from patience import in_time
+from workers import pytest_addoption, run_tests
+
+__all__ = ["pytest_addoption"]
 
 # Modules are imported until all tests are collected, which makes no garbage to speak of.
 gc.disable()
@@ -73,19 +74,6 @@ TOGETHER = {
 TIERS = ("e2e", "cpu", "pure")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
-    """Each worker begins to collect with other files. pytest compiles each file that has changed,
-    so that its assertions show values, and a worker finds compiled what others began with."""
-    report = yield
-    worker = getattr(collector.config, "workerinput", None)
-    if worker is not None and isinstance(collector, pytest.Directory):
-        number = int(worker["workerid"].removeprefix("gw"))
-        begin = len(report.result) * number // worker["workercount"]
-        report.result = report.result[begin:] + report.result[:begin]
-    return report
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tier with the longest files comes first and that with the shortest last, so that workers
     end at about the same time."""
@@ -106,19 +94,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-@pytest.hookimpl(optionalhook=True)  # not there without pytest-xdist
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile` the tests of a file stay together, as they share engines."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return TOGETHER.get(file, file)
-
-    return Scheduling(config, log)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    return run_tests(session, TOGETHER) or None
 
 
 def pytest_collection_finish() -> None:
