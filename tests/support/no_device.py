@@ -16,8 +16,11 @@ RunWithoutDevice = Callable[[Path, str], str]
 FORK_SERVER = '''
 import os, runpy, sys, traceback
 import torch
-import weft.kernels.compiling, weft.kernels.lora.triton_beside, weft.kernels.tuned
+import weft.kernels.attention.paged, weft.kernels.collective.triton_sums, weft.kernels.compiling
+import weft.kernels.lora, weft.kernels.lora.triton, weft.kernels.quant.triton_packed
+import weft.kernels.triton_delta, weft.kernels.triton_experts, weft.kernels.tuned
 from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
 class NoDevice:
@@ -45,6 +48,7 @@ def run_script():
         os._exit(code)
 
 driver.set_active(NoDevice())
+triton_key()  # the hash of the whole compiler, which each process would take again
 for line in sys.stdin:
     child = os.fork()
     if not child:
