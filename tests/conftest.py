@@ -55,12 +55,8 @@ settings.register_profile(
 settings.load_profile("weft")
 
 
-# The process that servers are forked from, and one of them.
-_SERVERS = ("docs", "fleet", "registry", "server", "streams", "strangers", "supervisor")
 TOGETHER = {
-    **{f"tests/e2e/test_{name}.py": "tests/e2e/test_clients.py" for name in _SERVERS},
-    "tests/cpu/test_engine.py": "tests/e2e/test_clients.py",
-    "tests/cpu/test_logs.py": "tests/e2e/test_clients.py",
+    "tests/e2e/test_server.py": "tests/e2e/test_clients.py",  # a server
     "tests/e2e/test_compiling.py": "tests/e2e/test_waits.py",  # the process that compiles
     "tests/cpu/test_golden.py": "tests/e2e/test_ranks.py",  # the oracle's answers
     **dict.fromkeys(  # matplotlib
@@ -96,6 +92,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Tests run in `--workers` processes, if there are to be any."""
     return run_tests(session, TOGETHER) or None
 
 

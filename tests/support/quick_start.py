@@ -6,7 +6,7 @@
 
 A server would spawn its engine, a new Python that imports torch. Here it takes the spare, which was
 forked from it before it had any threads. An engine after that one is spawned. Where an engine of
-this process has several ranks, the others are forked too.
+this process has several ranks, the others are forked too. All workers of a run ask one fork server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from io import BytesIO
-from multiprocessing import context, popen_fork, reduction, util
+from multiprocessing import context, get_context, popen_fork, reduction, util
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -73,7 +73,7 @@ class Forked:
         self.returncode: int | None = None
         self._reaping = threading.Lock()
         order = _Order(args, process, rank, dict(os.environ), str(Path.cwd()), max_files)
-        self.pid = _fork_server().ask(pickle.dumps(order), *descriptors)
+        self.pid = fork_server().ask(pickle.dumps(order), *descriptors)
         self.ended = os.pidfd_open(self.pid)
         """It can be read when the process has ended."""
         weakref.finalize(self, os.close, self.ended)
@@ -88,7 +88,7 @@ class Forked:
             raise subprocess.TimeoutExpired("weft", timeout_s or 0.0)
         with self._reaping:  # the fork server can wait for it once
             if self.returncode is None:
-                status = _fork_server().ask(_NUMBER.pack(self.pid))
+                status = fork_server().ask(_NUMBER.pack(self.pid))
                 self.returncode = os.waitstatus_to_exitcode(status)
             return self.returncode
 
@@ -161,7 +161,7 @@ class _ForkServer:
     """The fork server, as this process knows it."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._turn = get_context("fork").Lock()  # for threads and for forked workers
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = "from quick_start import fork_as_told; fork_as_told()"
         with other:
@@ -187,7 +187,8 @@ class _ForkServer:
 _starting = threading.Lock()
 
 
-def _fork_server() -> _ForkServer:
+def fork_server() -> _ForkServer:
+    """The one of this process and of those that are forked from it later."""
     with _starting:
         return _only_fork_server()
 

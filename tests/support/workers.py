@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -73,6 +74,8 @@ class _Workers:
         self._workers: list[_Worker] = []
 
     def start(self, num: int) -> None:
+        if "quick_start" in sys.modules:
+            sys.modules["quick_start"].fork_server()  # one for all
         self._session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         turns, other = os.pipe()
         for number in range(len(self._files)):
