@@ -24,6 +24,7 @@ import platform
 import tempfile
 from pathlib import Path
 
+import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 from patience import in_time
@@ -37,6 +38,10 @@ gc.disable()
 # Images of adapters, of every process that tests start.
 _caches = tempfile.TemporaryDirectory(prefix="weft-tests-")
 os.environ["XDG_CACHE_HOME"] = _caches.name
+# Each HTTP client reads all certificates that it is to trust. No test's server has one.
+_first, _end, _ = certifi.contents().partition("-----END CERTIFICATE-----\n")
+os.environ["SSL_CERT_FILE"] = f"{_caches.name}/certificate.pem"
+Path(os.environ["SSL_CERT_FILE"]).write_text(_first + _end)
 # matplotlib reads all fonts of the machine when it finds no list of them in its cache.
 os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
 # Triton's interpreter multiplies with NumPy. Where the processor has AVX2 and no AVX-512, the bits
