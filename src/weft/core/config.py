@@ -133,16 +133,20 @@ class LoraArgs:
         check_backend(self.lora_backend)
 
 
+_BUILT_IN = ("reference", "torch", "triton")
+
+
 def backend_names() -> list[str]:
     """The names of LoRA backends, built-in ones first."""
     from importlib.metadata import entry_points  # it takes its time to import
 
-    return ["reference", "torch", "triton", *(e.name for e in entry_points(group=LORA_BACKENDS))]
+    return [*_BUILT_IN, *(e.name for e in entry_points(group=LORA_BACKENDS))]
 
 
 def check_backend(name: str) -> None:
-    """Raises ConfigError for a LoRA backend that is not there."""
-    if name != "auto" and name not in (known := backend_names()):
+    """Raises ConfigError for a LoRA backend that is not there. Looking for those of third parties
+    takes long, so it is done only for a name that is not built in."""
+    if name not in ("auto", *_BUILT_IN) and name not in (known := backend_names()):
         message = f"there is none of this name, only auto, {', '.join(known)}"
         raise ConfigError(f"--lora-backend {name}: {message}", "lora_backend")
 
