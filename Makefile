@@ -41,17 +41,16 @@ imports: $(VENV)/.installed-test
 
 # Three workers of one thread each: two cores have nothing to do for a seventh of the time if there
 # are two, as tests wait for processes. A file stays together, as its tests share engines, and the
-# longest tier comes first (see tests/conftest.py). Given one folder and not each tier, pytest starts
-# its workers before it imports what a tier needs.
+# longest tier comes first (see tests/conftest.py).
 TESTS := tests --ignore tests/gpu --ignore tests/page
 pytest: $(VENV)/.installed-test
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(TESTS) --workers 3
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(TESTS) --workers 3
 
 quick: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/pure --workers 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/pure --workers 2
 
 exhaustive: $(VENV)/.installed-test
-	EXHAUSTIVE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(TESTS) -m exhaustive \
+	EXHAUSTIVE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(TESTS) -m exhaustive \
 	  --workers 2
 
 # They want other versions of packages than Weft does, and than one another.

@@ -42,6 +42,9 @@ os.environ["XDG_CACHE_HOME"] = _caches.name
 _first, _end, _ = certifi.contents().partition("-----END CERTIFICATE-----\n")
 os.environ["SSL_CERT_FILE"] = f"{_caches.name}/certificate.pem"
 Path(os.environ["SSL_CERT_FILE"]).write_text(_first + _end)
+# Tests are imported before workers are forked, and ask torch whether there is a GPU: without the
+# driver, which no forked process could use then.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # matplotlib reads all fonts of the machine when it finds no list of them in its cache.
 os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
 # Triton's interpreter multiplies with NumPy. Where the processor has AVX2 and no AVX-512, the bits
