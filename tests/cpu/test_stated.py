@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny
 
+from weft.bench.presets import PRESETS
 from weft.core.errors import ConfigError
 from weft.models.config import ModelConfig, _build, _hf_config
 from weft.models.families import FAMILIES, family_of
@@ -204,6 +205,15 @@ def test_what_phi_3_can_not_have_is_left_to_transformers() -> None:
 def test_fields_that_are_not_listed_are_left_to_transformers(field: str) -> None:
     """It may refuse them, and knows of which ones to warn."""
     assert read_stated(PUBLISHED["Llama 3"] | {field: True}) is None
+
+
+def test_presets_have_what_published_files_have(tmp_path: Path) -> None:
+    """Else a start that is measured would import transformers, and take seconds longer."""
+    types = {raw["model_type"] for raw in PUBLISHED.values()}
+    for raw in PRESETS.values():
+        if raw["model_type"] in types:
+            ours = outcome(raw, lambda raw=raw: read_stated(raw))
+            assert ours is not None and ours == theirs(raw, tmp_path)
 
 
 def test_transformers_is_not_imported() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 _LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
+    "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
     "dtype": "bfloat16",
 }
 _QWEN3: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
+    "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
+    "sliding_window": None,
     "dtype": "bfloat16",
     "vocab_size": 151_936,
     "num_key_value_heads": 8,
@@ -149,6 +152,8 @@ PRESETS: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     },
     "glm-4.7-flash": {
         "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -229,7 +234,9 @@ PRESETS: dict[str, dict[str, object]] = {
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
+        "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
+        "sliding_window": None,
         "dtype": "bfloat16",
         "vocab_size": 32_000,
         "hidden_size": 4096,
@@ -244,4 +251,5 @@ PRESETS: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False,
     },
 }
-"""The shapes of known models by name, as their config.json has them."""
+"""The shapes of known models by name, as their config.json has them. Like published files, those of
+the families that `weft.models.stated` knows can be read without transformers."""
