@@ -512,6 +512,7 @@ def test_langchain_chat(chat_model: ChatModel) -> None:
         model.invoke("planet", top_p=7)
 
 
+@pytest.mark.exhaustive  # also one of `make test-clients`
 def test_langchain_tools(chat_model: ChatModel) -> None:
     model = chat_model("upper", logit_bias={int(key): bias for key, bias in NO_SPACE.items()})
     for choice in ("any", "Paint"):
@@ -526,6 +527,7 @@ def test_langchain_tools(chat_model: ChatModel) -> None:
     assert model.bind_tools([Paint]).invoke("planet").content == "PLANET"
 
 
+@pytest.mark.exhaustive  # also one of `make test-clients`
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning:pydantic.main")
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_langchain_structured_output(chat_model: ChatModel, method: str) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 from http_api import Web, World, served
 from pydantic_core import from_json
@@ -326,8 +327,6 @@ async def test_keys(tmp_path: Path) -> None:
 
 def test_the_anthropic_client(world: World) -> None:
     """What the library makes of answers goes back to it as the next turn."""
-    import anthropic
-
     ask: Any = ASK | {"tools": [TIME]}
     with (
         served(world) as url,
