@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -72,6 +73,7 @@ class _Workers:
         self._session = session
         self._files = files
         self._workers: list[_Worker] = []
+        self._num_done = 0
 
     def start(self, num: int) -> None:
         if "quick_start" in sys.modules:
@@ -102,6 +104,7 @@ class _Workers:
                     self._told(links[link], told)
                 if self._session.shouldfail:
                     raise self._session.Failed(self._session.shouldfail)
+        assert self._session.testsfailed or self._num_done == len(self._session.items)
 
     def end(self) -> None:
         """Workers that have more to report end after their test."""
@@ -116,6 +119,7 @@ class _Workers:
             report = hook.pytest_report_from_serializable(config=config, data=told)
             hook.pytest_runtest_logreport(report=report)
             if report.when == "teardown":
+                self._num_done += 1
                 hook.pytest_runtest_logfinish(nodeid=report.nodeid, location=report.location)
         else:
             worker.running = None if told is None else self._session.items[told]
@@ -125,7 +129,8 @@ class _Workers:
             return
         worker.process.join()
         item = worker.running
-        text = f"The worker ended in this test or behind it: exit code {worker.process.exitcode}."
+        code = worker.process.exitcode
+        text = f"The worker ended in this test or behind it: exit code {code}. The rest is not run."
         report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
         self._session.config.hook.pytest_runtest_logreport(report=report)
 
@@ -146,12 +151,13 @@ class _Workers:
         items = self._taken(turns)
         item = next(items, None)
         try:
-            while item is not None and not self._session.shouldfail:
-                following = next(items, None)
-                link.send(numbers[item])
-                config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-                item = following
-            link.send(None)
+            with suppress(BrokenPipeError, KeyboardInterrupt):  # nobody listens any more
+                while item is not None and not self._session.shouldfail:
+                    following = next(items, None)
+                    link.send(numbers[item])
+                    config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                    item = following
+                link.send(None)
         finally:
             self._session._setupstate.teardown_exact(None)
 
