@@ -21,6 +21,7 @@ import gc
 import inspect
 import os
 import platform
+import sys
 import tempfile
 from pathlib import Path
 
@@ -102,6 +103,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Tests run in `--workers` processes, if there are to be any."""
     return run_tests(session, TOGETHER) or None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Where workers have run the tests, this process ends at once: Python would take seconds to let
+    go of all that was imported."""
+    session = config.pluginmanager.getplugin("session")
+    if config.getoption("workers") and session is not None:
+        _caches.cleanup()
+        sys.stdout.flush()
+        os._exit(session.exitstatus)
 
 
 def pytest_collection_finish() -> None:
