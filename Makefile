@@ -39,12 +39,11 @@ types: $(VENV)/.installed-test
 imports: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
-# Three workers of one thread each: two cores have nothing to do for a seventh of the time if there
-# are two, as tests wait for processes. A file stays together, as its tests share engines, and the
-# longest tier comes first (see tests/conftest.py).
+# More workers than cores, of one thread each, as tests often wait for other processes. A file stays
+# together, as its tests share engines, and the longest tier comes first (see tests/conftest.py).
 TESTS := tests --ignore tests/gpu --ignore tests/page
 pytest: $(VENV)/.installed-test
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(TESTS) --workers 3
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(TESTS) --workers 5
 
 quick: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/pure --workers 2

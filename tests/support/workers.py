@@ -5,7 +5,8 @@ are imported and tests collected once.
                                             ├─▶ worker 2: files ─┤
                                             ╰─▶ worker 3: files ─╯
 
-A worker that has run a file's tests takes the next file that nobody has taken.
+A worker that has run a file's tests takes the next file that nobody has taken. The decision
+`docs/decisions/0026-workers-of-tests-are-forked.md` says why this is not left to pytest-xdist.
 """
 
 from __future__ import annotations
