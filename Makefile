@@ -43,7 +43,7 @@ imports: $(VENV)/.installed-test
 # together, as its tests share engines, and the longest tier comes first (see tests/conftest.py).
 TESTS := tests --ignore tests/gpu --ignore tests/page
 pytest: $(VENV)/.installed-test
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(TESTS) --workers 5
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(TESTS) --workers 4
 
 quick: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/pure --workers 2
