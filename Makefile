@@ -43,13 +43,13 @@ imports: $(VENV)/.installed-test
 # together, as its tests share engines, and the longest tier comes first (see tests/conftest.py).
 TESTS := tests --ignore tests/gpu --ignore tests/page
 pytest: $(VENV)/.installed-test
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(TESTS) --workers 4
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(TESTS) --workers 4
 
 quick: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/pure --workers 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/pure --workers 2
 
 exhaustive: $(VENV)/.installed-test
-	EXHAUSTIVE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(TESTS) -m exhaustive \
+	EXHAUSTIVE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(TESTS) -m exhaustive \
 	  --workers 2
 
 # They want other versions of packages than Weft does, and than one another.

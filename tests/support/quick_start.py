@@ -188,7 +188,8 @@ _starting = threading.Lock()
 
 
 def fork_server() -> _ForkServer:
-    """The one of this process and of those that are forked from it later."""
+    """The fork server of this process, and of all processes that are forked from it later. It is
+    started by the first call."""
     with _starting:
         return _only_fork_server()
 

@@ -39,7 +39,7 @@ def run_tests(session: pytest.Session, together: Mapping[str, str]) -> bool:
     one process, one after another, and so do those of files that `together` gives the same value.
 
     Returns:
-        Whether they were run: without `--workers`, or if there is nothing to run, pytest does it.
+        Whether they were run. If not, such as without `--workers`, pytest goes on as always.
     """
     num = session.config.getoption("workers")
     if not num or session.config.option.collectonly or session.testsfailed:
@@ -64,7 +64,7 @@ class _Worker:
     process: ForkProcess
     link: Connection
     running: pytest.Item | None = None
-    """The test that it has begun last; none when it has run all."""
+    """The test that it has begun last; None when it has run all of its tests."""
 
 
 class _Workers:
@@ -108,7 +108,7 @@ class _Workers:
         assert self._session.testsfailed or self._num_done == len(self._session.items)
 
     def end(self) -> None:
-        """Workers that have more to report end after their test."""
+        """Wait for the workers. Those that still have tests to run end after the current one."""
         for worker in self._workers:
             worker.link.close()
         for worker in self._workers:

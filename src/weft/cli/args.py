@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 ONLY_READ = (
     "%s: this server serves what is there, and refuses changes as long as nothing can be written;"
-    " until then weft registry gc does not know which versions it serves"
+    " meanwhile, weft registry gc does not know which versions it serves"
 )
 HTTP = "HTTP server"
 FLEET = "Fleet"

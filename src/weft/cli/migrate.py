@@ -93,8 +93,9 @@ STATED = {
         *("llama4_json", "llama4_pythonic", "minimax-m2", "openai", "qwen", "qwen25", "qwen3_xml"),
     ),
 }
-"""Values that say what the checkpoint itself says, so that they are left out. Formats of calls and
-of reasoning are here if Weft knows them by another name: its chat template shows them."""
+"""Values that say what the checkpoint itself says, so that they are left out. Among them are names
+that Weft does not know for formats of calls and of reasoning, as the model's chat template shows
+which format it is."""
 
 _DATA_PARALLEL = "start a server for each copy of the model; they can share a registry"
 _PIPELINE = "a model is spread over GPUs by --tensor-parallel-size"

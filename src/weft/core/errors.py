@@ -192,7 +192,8 @@ class RegistryUnavailable(WeftError):
 
 
 class RegistryReadOnly(RegistryUnavailable):
-    """It has no room for more, does not let this process write, or can't hold a registry."""
+    """The registry has no room for more, does not let this process write, or lies on a store that
+    can't hold one."""
 
     kind = "registry_read_only"
 

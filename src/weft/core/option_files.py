@@ -13,9 +13,9 @@ MAX_FILE_BYTES = 16 << 20
 
 
 def read_option_file(path: Path, named: str, param: str) -> bytes:
-    """The content of a regular file. Anything else, such as a pipe, is refused without waiting for
-    somebody to write to it. `named` says in an error which file it is, and `param` is the error's.
-    Raises ConfigError."""
+    """The content of a regular file of at most MAX_FILE_BYTES. Anything else, such as a pipe, is
+    refused without waiting for somebody to write to it. Raises ConfigError, whose message begins
+    with `named`, the option and its value, and whose parameter is `param`."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -29,7 +29,8 @@ def read_option_file(path: Path, named: str, param: str) -> bytes:
 
 
 def read_option_text(path: Path, named: str, param: str) -> str:
-    """The same for a file of text in UTF-8."""
+    """The text of a regular file in UTF-8, read as `read_option_file` reads it. Raises
+    ConfigError."""
     try:
         return read_option_file(path, named, param).decode()
     except UnicodeDecodeError as error:

@@ -103,8 +103,9 @@ class TritonBackend:
         self.flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
         """Flags by which products and what runs beside them tell each other how far they are."""
         linear = [g for g in pool.table.groups if g.kind == "linear"]
-        # In 16 bits it takes half as long to write and to read, but expands add it before it is
-        # rounded, and with `deterministic` both must give the same bits.
+        # In 16 bits, what is added takes half as long to write and to read. With more rows, it is
+        # added before it is rounded. As `deterministic` promises the same bits for any number of
+        # rows, it is not rounded there either.
         held = self._work if pool.deterministic else pool.arena
         self.delta = held.new_empty(MOST_ROWS * max((g.out_features for g in linear), default=0))
         """What adapters add to the product that is under way."""

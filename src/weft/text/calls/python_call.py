@@ -25,8 +25,8 @@ class PythonCall(ReadCall):
     """
 
     def __init__(self, strict: bool = False) -> None:
-        """`strict`: there may be no mark which says that this is a call. So it is only one if all
-        of it is, with identifiers as keys and literals as values."""
+        """`strict`: what is read may also be text, as no mark says that it is a call. It is taken
+        for a call only if all of it is one, with identifiers as keys and literals as values."""
         super().__init__()
         self._strict = strict
         self._token: list[str] = []

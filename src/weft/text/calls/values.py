@@ -15,7 +15,8 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 _MAX_LITERAL = 10_000
 """The most characters of a Python literal that is no JSON."""
 _MAX_TEXT = 1 << 18
-"""The same for one that begins with a quote, which takes a tenth of the time."""
+"""The most characters of a literal that begins with a quote. A text takes a tenth of the time that
+a list of as many characters takes."""
 _RAW = str.maketrans({"\n": "\\n", "\r": "\\r", "\0": "\\0"})
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _PADDED = re.compile(r"-?0[0-9]{1,18}")
