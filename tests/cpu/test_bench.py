@@ -160,6 +160,7 @@ def test_decode(tmp_path: Path) -> None:
     for row in rows.values():
         assert row["batch"] == 5 and len(row["repeats_ms"]) == 2
         assert row["ms_per_step"] == pytest.approx(sum(row["repeats_ms"]) / 2, abs=1e-3)
+        assert "host_ms_per_step" in row
     assert plot.read_bytes().startswith(PNG)
 
 
@@ -174,7 +175,8 @@ def test_a_step_is_the_difference_of_two_runs(monkeypatch: pytest.MonkeyPatch) -
         info = type("Info", (), {"vocab_size": 100})
 
         def stats(self) -> Any:
-            return type("Stats", (), {"adapter_loads": 5, "preemptions": 0})
+            counts = {"adapter_loads": 5, "preemptions": 0, "host_s": clock[0] / 5}
+            return type("Stats", (), counts)
 
         def generate(self, prompts: list[list[int]], params: Any, adapters: Any) -> list[Any]:
             assert params.ignore_eos and params.greedy and {len(p) for p in prompts} == {128}
@@ -186,6 +188,7 @@ def test_a_step_is_the_difference_of_two_runs(monkeypatch: pytest.MonkeyPatch) -
     plan = decode.DecodePlan((1, 4), ("none", "distinct"), repeats=3, seed=0)
     rows = decode.measure_decode(llm, plan, lambda: None)
     assert [row.ms for row in rows] == pytest.approx([10.0] * 4)
+    assert [row.host_ms for row in rows] == pytest.approx([2.0] * 4)
     assert rows[3].tokens_per_s == pytest.approx(400)
     timed = asked[decode.WARM_UPS * 4 :]
     assert [tokens for tokens, _ in timed] == [144, 16] * 12

@@ -118,7 +118,7 @@ def test_profile_needs_a_gpu() -> None:
 
 def row(pattern: str, *spans: tuple[str, float, float], steps: int = 1) -> ProfileRow:
     filler = [(f"short {i}", 0.0, 0.0) for i in range(8 * steps)]
-    return profile_row(pattern, 0, 1.0, 0.5, [Span(*s) for s in [*filler, *spans]], steps)
+    return profile_row(pattern, 0, 1.0, [Span(*s) for s in [*filler, *spans]], steps)
 
 
 def test_kernels_take_what_they_add_to_those_before() -> None:
@@ -150,7 +150,7 @@ def test_loras_part_is_the_difference_to_none() -> None:
 
 def test_kernels_within_graphs_must_be_seen() -> None:
     with pytest.raises(ConfigError, match="in 1 steps the profiler saw 3 kernels"):
-        profile_row("none", 0, 1.0, 0.5, [Span("a", 0, 1)] * 3, 1)
+        profile_row("none", 0, 1.0, [Span("a", 0, 1)] * 3, 1)
 
 
 def test_stages_are_told_in_their_order() -> None:

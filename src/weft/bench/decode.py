@@ -57,10 +57,16 @@ class DecodeRow:
     """How many different adapters are in the batch."""
     step_ms: list[float] = field(default_factory=list)
     """Milliseconds per step, for each repeat."""
+    step_host_ms: list[float] = field(default_factory=list)
+    """Milliseconds per step in which the engine's thread does not wait for the device."""
 
     @property
     def ms(self) -> float:
         return statistics.median(self.step_ms)
+
+    @property
+    def host_ms(self) -> float:
+        return statistics.median(self.step_host_ms)
 
     @property
     def tokens_per_s(self) -> float:
@@ -139,8 +145,10 @@ def measure_decode(llm: LLM, plan: DecodePlan, advance: Advance) -> list[DecodeR
     before = llm.stats()
     for _ in range(plan.repeats):
         for work in works:
-            seconds = work.seconds(llm, LONG) - work.seconds(llm, SHORT)
-            work.row.step_ms.append(1000 * seconds / (LONG - SHORT))
+            long_s, long_host_s = work.seconds(llm, LONG)
+            short_s, short_host_s = work.seconds(llm, SHORT)
+            work.row.step_ms.append(1000 * (long_s - short_s) / (LONG - SHORT))
+            work.row.step_host_ms.append(1000 * (long_host_s - short_host_s) / (LONG - SHORT))
             advance()
     after = llm.stats()
     if after.adapter_loads != before.adapter_loads:
@@ -175,14 +183,16 @@ class _DecodeWork:
         row = DecodeRow(batch, pattern, len(set(indices) - {None}))
         return cls(row, prompts, [None if i is None else adapter_name(i) for i in indices])
 
-    def seconds(self, llm: LLM, num_tokens: int) -> float:
-        """Run until every request has `num_tokens` tokens. Returns how many seconds that took."""
+    def seconds(self, llm: LLM, num_tokens: int) -> tuple[float, float]:
+        """Run until every request has `num_tokens` tokens. Returns how many seconds that took, and
+        for how many of them the engine's thread did not wait for the device."""
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        host_before_s = llm.stats().host_s
         started = time.perf_counter()
         outputs = llm.generate(self.prompts, params, self.adapters)
         seconds = time.perf_counter() - started
         assert all(len(output.token_ids) == num_tokens for output in outputs)
-        return seconds
+        return seconds, llm.stats().host_s - host_before_s
 
 
 # -- what is shown ---------------------------------------------------------------------------------
@@ -195,6 +205,7 @@ def decode_results(rows: Sequence[DecodeRow]) -> list[dict[str, object]]:
             "pattern": row.pattern,
             "num_adapters": row.num_adapters,
             "ms_per_step": round(row.ms, 4),
+            "host_ms_per_step": round(row.host_ms, 4),
             "tokens_per_s": round(row.tokens_per_s, 1),
             "repeats_ms": [round(ms, 4) for ms in row.step_ms],
         }
@@ -204,7 +215,7 @@ def decode_results(rows: Sequence[DecodeRow]) -> list[dict[str, object]]:
 
 def decode_table(rows: Sequence[DecodeRow]) -> Table:
     table = new_table(
-        "", "batch", "pattern", "adapters", "ms per step", "vs none", "tokens/s", names=0
+        "", "batch", "pattern", "adapters", "ms per step", "vs none", "host ms", "tokens/s", names=0
     )
     table.columns[1].justify = "left"
     base = _without_adapters(rows)
@@ -216,6 +227,7 @@ def decode_table(rows: Sequence[DecodeRow]) -> Table:
             str(row.num_adapters),
             f"{row.ms:.3f}",
             f"{row.ms / base[row.batch]:.2f}×" if row.batch in base else "",
+            f"{row.host_ms:.3f}",
             f"{row.tokens_per_s:,.0f}",
             end_section=last,
         )

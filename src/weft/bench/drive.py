@@ -73,8 +73,6 @@ class Driver:
 
     def __init__(self, engine: Engine, wakeups: SimpleQueue[None]) -> None:
         self.engine = engine
-        self.host_s = 0.0
-        """How long all of the engine's steps took, without their waits for the device."""
         self._wakeups = wakeups
         self._ids = itertools.count()
 
@@ -139,9 +137,7 @@ class Driver:
                 yield from report.events
 
     def _step(self, wake_s: float) -> list[Report]:
-        before_s = time.perf_counter() - self.engine.waited_s
         reports = self.engine.step()
-        self.host_s += time.perf_counter() - self.engine.waited_s - before_s
         if not self.engine.working and not reports:
             with contextlib.suppress(Empty):
                 self._wakeups.get(timeout=min(max(wake_s, 1e-4), WAIT_S))

@@ -104,8 +104,6 @@ class ProfileRow:
     num_adapters: int
     ms_unprofiled: float
     """Milliseconds of a step without the profiler."""
-    host_ms: float
-    """Milliseconds of such a step in which the engine's thread does not wait for the device."""
     ms: float
     """Milliseconds of a step under the profiler, from its first kernel to the end of its last."""
     idle_share: float
@@ -207,14 +205,12 @@ def _measure(
         for prompt, i in zip(prompts, chosen, strict=True)
     ]
     driver.run([replace(job, num_tokens=2) for job in jobs])  # so that adapters are there
-    watch = _Watch(_profiler(), driver)
+    watch = _Watch(_profiler())
     driver.run(jobs, on_step=watch)
     if trace is not None:
         watch.profiler.export_chrome_trace(str(trace))
     num_adapters = len(set(chosen) - {None})
-    return profile_row(
-        pattern, num_adapters, watch.unprofiled_ms, watch.host_ms, watch.kernels(), STEPS
-    )
+    return profile_row(pattern, num_adapters, watch.unprofiled_ms, watch.kernels(), STEPS)
 
 
 class _Watch:
@@ -224,20 +220,18 @@ class _Watch:
     border it waits for what was launched, so that steps are whole.
     """
 
-    def __init__(self, profiler: profile, driver: Driver) -> None:
+    def __init__(self, profiler: profile) -> None:
         self.profiler = profiler
-        self.unprofiled_ms = self.host_ms = 0.0
-        self._driver = driver
+        self.unprofiled_ms = 0.0
         self._calls = 0
-        self._since = self._host_before = 0.0
+        self._since = 0.0
 
     def __call__(self, _: float) -> None:
         self._calls += 1
         if self._calls == BEFORE:
             torch.cuda.synchronize()
-            self._since, self._host_before = time.perf_counter(), self._driver.host_s
+            self._since = time.perf_counter()
         elif self._calls == BEFORE + STEPS:
-            self.host_ms = 1e3 * (self._driver.host_s - self._host_before) / STEPS
             torch.cuda.synchronize()
             self.unprofiled_ms = 1e3 * (time.perf_counter() - self._since) / STEPS
             self.profiler.start()
@@ -257,7 +251,6 @@ def profile_row(
     pattern: Pattern,
     num_adapters: int,
     ms_unprofiled: float,
-    host_ms: float,
     spans: Sequence[Span],
     num_steps: int,
 ) -> ProfileRow:
@@ -278,7 +271,6 @@ def profile_row(
         pattern=pattern,
         num_adapters=num_adapters,
         ms_unprofiled=ms_unprofiled,
-        host_ms=host_ms,
         ms=whole / num_steps / 1e3,
         idle_share=1 - sum(taken.values()) / whole,
         kernels_per_step=len(spans) / num_steps,
@@ -302,7 +294,7 @@ def with_lora_part(rows: Sequence[ProfileRow]) -> list[ProfileRow]:
 
 
 def profile_table(rows: Sequence[ProfileRow]) -> Table:
-    columns = ("adapters", "ms per step", "without profiler", "host ms", "idle", "kernels per step")
+    columns = ("adapters", "ms per step", "without profiler", "idle", "kernels per step")
     table = new_table("", "pattern", *columns, "LoRA ms", "LoRA share")
     for row in rows:
         lora = ("", "")
@@ -313,7 +305,6 @@ def profile_table(rows: Sequence[ProfileRow]) -> Table:
             str(row.num_adapters),
             f"{row.ms:.3f}",
             f"{row.ms_unprofiled:.3f}",
-            f"{row.host_ms:.3f}",
             f"{row.idle_share:.1%}",
             f"{row.kernels_per_step:.1f}",
             *lora,

@@ -159,6 +159,8 @@ class EngineStats:
     adapter_copy_faults: int = 0
     """Copies to the device whose checksum was wrong."""
     steps: int = 0
+    host_s: float = 0.0
+    """Seconds of all steps in which the engine's thread did not wait for the device."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0

@@ -65,11 +65,6 @@ class Engine:
         """Whether the last step ran something, so that the next one will find work too."""
         return not self._loop.idle
 
-    @property
-    def waited_s(self) -> float:
-        """For how many seconds the host has waited for the device, in all."""
-        return self._loop.waited_s
-
     def spare_s(self, has_some: bool) -> float:
         """For how many seconds the caller may still wait for commands before the next step.
         `has_some`: whether some have come already."""
@@ -172,6 +167,7 @@ class Engine:
             quarantined_adapters=slots.refused,
             adapter_copy_faults=self._residency.copy_faults,
             steps=self._loop.steps,
+            host_s=self._loop.host_s,
             prompt_tokens=totals.prompt_tokens,
             cached_tokens=totals.cached_tokens,
             generated_tokens=totals.generated_tokens,

@@ -108,8 +108,10 @@ class Loop:
         """The steps that were launched and are not committed, the oldest first."""
         self.queue_times = QueueTimes()
         self.steps = 0
-        self.waited_s = 0.0
-        """For how many seconds the host has waited for the device, in all."""
+        self.host_s = 0.0
+        """Seconds of all steps without those for which the host has waited for the device."""
+        self._waited_s = 0.0
+        """For how many seconds it has, in all."""
         self.idle = True
         """Whether the last step had nothing to run and nothing to wait for on the device."""
         self._delay = PlanDelay()
@@ -120,8 +122,9 @@ class Loop:
 
     def step(self) -> list[TokenEvent]:
         """Run one step. Returns the events of the steps that have ended by now."""
+        begun_s, waited_s = time.monotonic(), self._waited_s
         if self.idle:
-            self._ended_s = time.monotonic()
+            self._ended_s = begun_s
         events = self._apply_loads() + self._apply_grammars()
         if self._flights and self._flights[-1][0].awaited:
             events += self._land(0)
@@ -136,7 +139,9 @@ class Loop:
         ahead = 0 if plan.empty or self._scheduler.trials.groups else self._ahead
         events += self._land(ahead)
         self.idle = plan.empty and not self._flights and not events
-        return self.queue_times.stamp(events)
+        events = self.queue_times.stamp(events)
+        self.host_s += time.monotonic() - begun_s - (self._waited_s - waited_s)
+        return events
 
     def _land(self, ahead: int) -> list[TokenEvent]:
         """Wait for all steps in flight except the last `ahead`, and commit them."""
@@ -163,7 +168,7 @@ class Loop:
     def _note_wait(self, begun_s: float, ended: StepPlan) -> None:
         """Note that the host has waited since `begun_s` for the step `ended`."""
         now = time.monotonic()
-        self.waited_s += now - begun_s
+        self._waited_s += now - begun_s
         if self._scheduler.batch.waiting.shared:
             following = self._flights[0][0] if self._flights else None
             alike = following is not None and following.decodes
