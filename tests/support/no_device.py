@@ -3,18 +3,17 @@ process interprets kernels."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from quick_start import Forked
 
 RunWithoutDevice = Callable[[Path, str], str]
 
 FORK_SERVER = '''
-import os, runpy, sys, traceback
+import os, runpy, socket, sys, traceback
 import torch
 import weft.kernels.attention.paged, weft.kernels.collective.triton_sums, weft.kernels.compiling
 import weft.kernels.lora, weft.kernels.lora.triton, weft.kernels.quant.triton_packed
@@ -49,12 +48,13 @@ def run_script():
 
 driver.set_active(NoDevice())
 triton_key()  # the hash of the whole compiler, which each process would take again
-for line in sys.stdin:
+link = socket.socket(fileno=int(sys.argv[1])).makefile("rw", buffering=1)
+for line in link:
     child = os.fork()
     if not child:
         os.chdir(line.rstrip("\\n"))
         run_script()
-    print(os.waitpid(child, 0)[1], flush=True)
+    link.write(f"{os.waitpid(child, 0)[1]}\\n")
 '''
 
 
@@ -62,22 +62,18 @@ for line in sys.stdin:
 def run_without_device() -> Iterator[RunWithoutDevice]:
     """Runs code in a folder, and returns what it prints. Each time it is a fresh process, forked
     from one that has imported torch and Triton already, as that takes longer than most code."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    with subprocess.Popen(
-        [sys.executable, "-c", FORK_SERVER],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-    ) as server:
+    ours, theirs = socket.socketpair()
+    with pytest.MonkeyPatch.context() as patch, theirs:
+        patch.setenv("TRITON_INTERPRET", "0")
+        server = Forked(1, 2, theirs.fileno(), code=FORK_SERVER)
+    with ours, ours.makefile("rw", buffering=1) as link:
 
         def run(folder: Path, code: str) -> str:
             (folder / "script.py").write_text(code)
-            assert server.stdin is not None and server.stdout is not None
-            server.stdin.write(f"{folder}\n")
-            status = server.stdout.readline()
+            link.write(f"{folder}\n")
+            status = link.readline()
             assert status == "0\n", (folder / "errors").read_text()
             return (folder / "printed").read_text()
 
         yield run
+    assert server.wait() == 0

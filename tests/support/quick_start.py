@@ -3,6 +3,7 @@
     this process           the fork server         weft serve                its engine
     start_weft(...) ─────▶ forks ────────────────▶ forks a spare ──────────▶ is the spare, told by
     quick_engines ───────▶ forks an engine         and runs the command      multiprocessing
+    Forked(code=...) ────▶ forks ────────────────▶ runs the code
 
 A server would spawn its engine, a new Python that imports torch. Here it takes the spare, which was
 forked from it before it had any threads. An engine after that one is spawned. Where an engine of
@@ -43,14 +44,14 @@ _NUMBER = struct.Struct("<i")
 
 
 class _Order(NamedTuple):
-    """What the fork server is to start: a command, a process of multiprocessing, or a rank."""
+    """What the fork server is to start: a command, a process of multiprocessing, or code."""
 
     args: Sequence[str]
     """Those of the command `weft`."""
     process: bytes
     """Pickled. Its parent ends when the other end of a pipe is closed."""
-    rank: str
-    """What a rank runs. It has the socket to the first rank instead of the pipe."""
+    code: str
+    """What a rank runs, or other code. It has a socket to whoever asks instead of the pipe."""
     environment: dict[str, str]
     folder: str
     max_files: int | None
@@ -65,14 +66,14 @@ class Forked:
         *descriptors: int,
         args: Sequence[str] = (),
         process: bytes = b"",
-        rank: str = "",
+        code: str = "",
         max_files: int | None = None,
     ) -> None:
         """descriptors: its standard output and error, and the pipe of a `process` or the socket of
-        a `rank`."""
+        `code`, whose number is the code's argument."""
         self.returncode: int | None = None
         self._reaping = threading.Lock()
-        order = _Order(args, process, rank, dict(os.environ), str(Path.cwd()), max_files)
+        order = _Order(args, process, code, dict(os.environ), str(Path.cwd()), max_files)
         self.pid = fork_server().ask(pickle.dumps(order), *descriptors)
         self.ended = os.pidfd_open(self.pid)
         """It can be read when the process has ended."""
@@ -219,7 +220,7 @@ class _ForkedPopen(popen_fork.Popen):
 def _start_rank() -> spawn.Spawned:
     ours, theirs = socket.socketpair()
     with theirs:
-        forked = Forked(1, 2, theirs.fileno(), rank=spawn.COMMAND)
+        forked = Forked(1, 2, theirs.fileno(), code=spawn.COMMAND)
     return spawn.Spawned(forked, ours)
 
 
@@ -291,8 +292,8 @@ def _run(order: _Order, out: int, err: int, told: int = -1) -> None:
         process = pickle.loads(order.process)
         process._parent_pid = os.getppid()
         _run_engine(process, told)
-    if order.rank:
-        _run_rank(order.rank, told)
+    if order.code:
+        _run_code(order.code, told)
     spare = _Spare()
     spawned = context.SpawnProcess._Popen
 
@@ -315,9 +316,9 @@ def _run_engine(process: Any, told: int) -> None:
         os._exit(code)
 
 
-def _run_rank(code: str, link: int) -> None:
-    """Be that rank. It ends with its socket, as the fork server is not the first rank. Does not
-    return."""
+def _run_code(code: str, link: int) -> None:
+    """Run that code. A rank ends with its socket, as the fork server is not the first rank. Does
+    not return."""
     from weft.worker import rank
 
     rank.die_with_parent = lambda _: None
