@@ -40,7 +40,7 @@ imports: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 # More workers than cores, of one thread each, as tests often wait for other processes. A file stays
-# together, as its tests share engines, and the longest tier comes first (see tests/conftest.py).
+# together, as its tests share engines. In which order files are taken is in tests/conftest.py.
 TESTS := tests --ignore tests/gpu --ignore tests/page
 pytest: $(VENV)/.installed-test
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(TESTS) --workers 4

@@ -96,13 +96,16 @@ TOGETHER = {
 """Files that share something with another one, which the same worker has to take."""
 
 
-TIERS = ("e2e", "cpu", "pure")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The tier with the longest files comes first and that with the shortest last, so that workers
-    end at about the same time."""
-    items.sort(key=lambda i: ([tier not in i.path.parts for tier in TIERS], str(i.path)))
+    """Files whose tests often wait for other processes alternate with files whose tests compute, so
+    that cores are seldom idle. The tier with the shortest files comes last, so that workers end at
+    about the same time."""
+    files = sorted({item.path for item in items})
+    turns = {}
+    for tier in ("e2e", "cpu", "pure"):
+        found = [file for file in files if tier in file.parts]
+        turns |= {file: (tier == "pure", n / len(found)) for n, file in enumerate(found)}
+    items.sort(key=lambda item: (turns.get(item.path, (False, 0.0)), item.path))
     if "EXHAUSTIVE" not in os.environ:
         again = {item for item in items if item.get_closest_marker("exhaustive") is not None}
         config.hook.pytest_deselected(items=[*again])
