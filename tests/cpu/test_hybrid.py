@@ -109,7 +109,7 @@ def test_guesses_change_nothing(world: tuple[Path, dict[str, Path]]) -> None:
         if name == "aLoRA":
             prompt[-1:] = [*CALL, prompt[-1]]
     params = [
-        SamplingParams(max_tokens=40, ignore_eos=True, seed=k, **CHOSEN[k // 3])
+        SamplingParams(max_tokens=24, ignore_eos=True, seed=k, **CHOSEN[k // 3])
         for k in range(len(prompts))
     ]
     with LLM(*world, num_blocks=400, **OPTIONS) as llm:

@@ -1096,11 +1096,11 @@ def run_chunked(
 
 
 def uneven_chunks(length: int, seed: int) -> list[int]:
-    """Chunks of 1 to 15 tokens, every other one a decode."""
+    """Chunks of 1 to 30 tokens, every other one a decode."""
     rng = random.Random(seed)
     chunks: list[int] = []
     while (left := length - sum(chunks)) > 0:
-        chunks.append(min(left, 1 if len(chunks) % 2 == seed % 2 else rng.randint(2, 15)))
+        chunks.append(min(left, 1 if len(chunks) % 2 == seed % 2 else rng.randint(2, 30)))
     return chunks
 
 

@@ -235,17 +235,17 @@ BREAKS: list[tuple[Break, str]] = [
 
 
 async def load_broken(client: httpx.AsyncClient, root: Path, i: int) -> tuple[int, str, str]:
-    """Status, field and expected field of a load of the i-th way, into a new or a served name."""
-    spoil, field_name = BREAKS[i // 2]
+    """Status, field and expected field of a load of the i-th way, into a served or a new name."""
+    spoil, field_name = BREAKS[i]
     folder = shutil.copytree(ADAPTERS["upper"], root / f"broken-{i}")
     spoil(folder)
-    body = {"lora_name": ("new", "upper")[i % 2], "lora_path": folder.name, "load_inplace": True}
+    body = {"lora_name": ("upper", "new")[i % 2], "lora_path": folder.name, "load_inplace": True}
     answer = await client.post("/v1/load_lora_adapter", json=body)
     got = answer.json()["error"]["param"] if answer.is_error else answer.text
     return answer.status_code, got, field_name
 
 
-def test_fifty_broken_adapters_harm_no_traffic(server: Server) -> None:
+def test_broken_adapters_harm_no_traffic(server: Server) -> None:
     streams: list[Stream] = []
 
     async def keep_asking(client: httpx.AsyncClient, model: str, stop: asyncio.Event) -> None:
@@ -258,12 +258,11 @@ def test_fifty_broken_adapters_harm_no_traffic(server: Server) -> None:
         async with connected(server) as client, asyncio.TaskGroup() as group:
             for model in MODELS:
                 group.create_task(keep_asking(client, model, stop))
-            loads = [await load_broken(client, server.root, i) for i in range(2 * len(BREAKS))]
+            loads = [await load_broken(client, server.root, i) for i in range(len(BREAKS))]
             stop.set()
         return loads
 
     loads = asyncio.run(run())
-    assert len(loads) == 50
     assert [got for got in loads if got[0] not in (400, 404) or got[1] != got[2]] == []
     assert len(streams) >= len(MODELS)
     assert [s for s in streams if not s.whole or s.text != s.expected] == []
@@ -292,7 +291,7 @@ def silent(server: Server) -> Iterator[None]:
 @pytest.mark.usefixtures("silent")
 def test_a_killed_engine_ends_every_stream_once(server: Server) -> None:
     """A new engine is started, for which files are left, and all is as before."""
-    streams = [Stream(MODELS[i % len(MODELS)], WORDS[i % len(WORDS)]) for i in range(100)]
+    streams = [Stream(MODELS[i % len(MODELS)], WORDS[i % len(WORDS)]) for i in range(60)]
 
     async def run() -> None:
         async with connected(server) as client, asyncio.TaskGroup() as group:

@@ -188,7 +188,7 @@ def test_guesses_never_cost_much(
 @pytest.mark.parametrize(
     "kind", ["4 words", pytest.param("16 words", marks=pytest.mark.exhaustive), "other words"]
 )
-@pytest.mark.parametrize(("device", "num_texts"), deal(DEVICES, [1, 8]))
+@pytest.mark.parametrize(("device", "num_texts"), deal(DEVICES, [1, 4]))
 def test_texts_that_do_not_repeat_lose_nothing(device: str, num_texts: int, kind: str) -> None:
     """On a noisy machine, too, on which some steps take ten times as long."""
     rng = random.Random(1)
@@ -211,7 +211,7 @@ def one() -> float:
 
 
 @pytest.mark.parametrize("kind", ["pattern", "edits"])
-@pytest.mark.parametrize(("device", "num_texts"), deal(DEVICES, [1, 8]))
+@pytest.mark.parametrize(("device", "num_texts"), deal(DEVICES, [1, 4]))
 def test_no_fixed_length_is_much_better(kind: str, device: str, num_texts: int) -> None:
     rng = random.Random(1)
     texts = [TEXTS[kind](rng) for _ in range(num_texts)]
