@@ -262,7 +262,7 @@ def test_what_is_neither_one_value_nor_several(llm: LLM) -> None:
 
 
 def test_context_length(make_llm: MakeLLM) -> None:
-    llm = make_llm(max_model_len=32)
+    llm = make_llm(adapters={}, max_model_len=32)
     assert llm.info.max_model_len == 32
     endless = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
     (output,) = llm.generate([7] * 20, endless)
@@ -420,7 +420,8 @@ def test_calls_from_several_threads_take_turns(llm: LLM) -> None:
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_seeds_do_not_depend_on_the_batch(make_llm: MakeLLM, overlap: bool) -> None:
-    llm = make_llm(overlap=overlap, block_size=4)
+    adapters = {name: ADAPTERS[name] for name in ("caesar", "sort", "upper")}
+    llm = make_llm(adapters=adapters, overlap=overlap, block_size=4)
     prompt = prompt_of(llm, "hello")
     wild = {"temperature": 4.0, "max_tokens": 16, "ignore_eos": True}
 
@@ -626,7 +627,7 @@ def test_an_adapter_that_changed_on_disk(make_llm: MakeLLM, tmp_path: Path) -> N
 
 
 def test_skip_tokenizer_init(make_llm: MakeLLM, llm: LLM) -> None:
-    bare = make_llm(skip_tokenizer_init=True)
+    bare = make_llm(adapters={"upper": ADAPTERS["upper"]}, skip_tokenizer_init=True)
     prompt = prompt_of(llm, "hello")
     (output,) = bare.generate([prompt], GREEDY, "upper")
     assert output.text == ""

@@ -136,7 +136,7 @@ TIGHT = {"num_blocks": 100, "max_num_seqs": 24, "max_num_batched_tokens": 29}
 CHOSEN: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 0.8, "top_k": 20, "logprobs": 0},
-    {"temperature": 0.0, "min_tokens": 20},
+    {"temperature": 0.0, "min_tokens": 12},
     {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01},
     {"temperature": 0.0, "presence_penalty": 0.3},
 ]
@@ -150,7 +150,7 @@ def make_requests() -> tuple[list[list[int]], list[SamplingParams], list[str | N
         if name == "aLoRA":
             prompt[-1:] = [*CALL, prompt[-1]]
     params = [
-        SamplingParams(max_tokens=24, ignore_eos=True, seed=k, **CHOSEN[k // 3])
+        SamplingParams(max_tokens=16, ignore_eos=True, seed=k, **CHOSEN[k // 3])
         for k in range(len(prompts))
     ]
     return prompts, params, names

@@ -48,7 +48,7 @@ HYBRID = {
 
 
 def test_all_kinds_of_steps_are_rehearsed_and_no_token_changes(make_llm: MakeLLM) -> None:
-    llm = make_llm(max_num_seqs=16, max_model_len=128)
+    llm = make_llm(adapters={}, max_num_seqs=16, max_model_len=128)
     worker = llm._client.engine._worker
     facts, pool = worker.facts, worker.pool
     [before] = llm.generate([[5, 6, 7, 8]])
@@ -80,7 +80,7 @@ def test_what_is_rehearsed_was_launched_before_to_be_compiled(
 ) -> None:
     """Over several ranks, the check of adapters has kernels that no step has."""
     compiling = pytest.importorskip("weft.kernels.compiling")
-    llm = make_llm(max_num_seqs=2, max_model_len=32)
+    llm = make_llm(adapters={}, max_num_seqs=2, max_model_len=32)
     worker = llm._client.engine._worker
     facts, check, is_ahead = worker.facts, worker.adapters.self_check, [False]
     run: dict[bool, list[object]] = {True: [], False: []}

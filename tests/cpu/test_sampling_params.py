@@ -178,7 +178,8 @@ def test_a_seeded_request_does_not_depend_on_the_batch(
 ) -> None:
     """Of every kind: alone, then all together with others, tightly, with preemptions. Alone they
     run once, overlapped: the plain loop must give the same tokens."""
-    crowd = make_llm(overlap=overlap, **TIGHT)
+    adapters = {name: ADAPTERS[name] for name in ("upper", "sort")}
+    crowd = make_llm(adapters=adapters, overlap=overlap, **TIGHT)
     wild = replace(WILD, max_tokens=13)
     params = [replace(wild, **{**each, "seed": 7 + i}) for i, each in enumerate(FEATURES)]
     names = [[None, "upper", "sort"][i % 3] for i in range(len(params))]

@@ -25,7 +25,7 @@ from http_api import COMPLETE, World, served, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import PATIENCE_S
-from quick_start import command_of
+from quick_start import command_of, start_weft
 from serving import until
 from tiny import BASE
 from toy_tokenizers import byte_level
@@ -342,12 +342,13 @@ def test_the_limits_leave_files_for_the_rest() -> None:
     assert connection_limits(7).per_address == 7
 
 
-def test_too_few_open_files_are_an_error_at_the_start() -> None:
+def test_too_few_open_files_are_an_error_at_the_start(tmp_path: Path) -> None:
     """Not an end within a library, which says nothing of the limit."""
-    command = f"ulimit -n 20; exec {sys.executable} -m weft serve {BASE} --device cpu"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        process = start_weft(["serve", str(BASE), "--device", "cpu"], out, max_files=20)
+    assert process.wait(PATIENCE_S) == 1
+    assert log.read_text().splitlines()[-1] == (
         "weft: error: the system lets a server open 20 files, and it needs 256: raise the limit"
         " (ulimit -n)"
     )
