@@ -156,7 +156,7 @@ def test_tiles_of_an_adapter_that_are_computed_together(monkeypatch: pytest.Monk
     """A segment of more tiles than are taken together, which begins behind others, and some that
     are shorter."""
     pool = random_pool(TABLE, RANKS)
-    slots = [-1, *[0] * 3, *[1] * 150, *[2] * 70, *[3] * 17]
+    slots = [-1, *[0] * 3, *[1] * 83, *[2] * 36, *[3] * 17]
     inputs = make_inputs(pool, len(slots))
     backend = kernels.TritonBackend(pool, TUNING)
     together = run(backend, slots, inputs)
