@@ -70,8 +70,8 @@ _attach = catching_logs.__enter__
 
 
 def _attach_to_root(logs: catching_logs[logging.Handler]) -> logging.Handler:
-    """How pytest begins to note what is logged, twice in each phase of a test. By itself it would go
-    through hundreds of loggers each time, for those that hand nothing on to the root's, such as
+    """How pytest begins to note what is logged, twice in each phase of a test. By itself it would
+    look through hundreds of loggers each time for those that hand nothing on to the root's, such as
     transformers' own."""
     if logs.level is not None:
         return _attach(logs)

@@ -48,7 +48,8 @@ def test_every_route_answers_as_described(
     world: World, mode: GenerationMode, num_examples: int
 ) -> None:
     schema = schemathesis.openapi.from_asgi("/openapi.json", world.app)
-    schema.config.generation.codec = None  # the same characters; those of UTF-8 are looked for in 2 s
+    # The characters are the same as UTF-8's, which hypothesis would take 2 s to find.
+    schema.config.generation.codec = None
     tried = [_try(found.ok(), mode, num_examples) for found in schema.get_all_operations()]
     assert sum(tried) > num_examples * (12 if mode is GenerationMode.POSITIVE else 6)
 
