@@ -266,7 +266,8 @@ def test_broken_adapters_harm_no_traffic(server: Server) -> None:
     assert [got for got in loads if got[0] not in (400, 404) or got[1] != got[2]] == []
     assert len(streams) >= len(MODELS)
     assert [s for s in streams if not s.whole or s.text != s.expected] == []
-    listed = [model.id for model in server.client.models.list()]
+    with server.client as client:
+        listed = [model.id for model in client.models.list()]
     assert sorted(listed) == sorted(MODELS)
 
 
