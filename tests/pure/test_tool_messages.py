@@ -71,7 +71,7 @@ HARMONY = """{% for message in messages %}{% if 'tool_calls' in message %}\
         ([("3", "C")], "f 1<|call|>g 2<|call|>h 3<|call|>h: C<|end|>"),
         (
             [("1", "A"), ("1", "a"), ("4", "?"), ("3", "C")],
-            "f 1<|call|>f: A<|end|>g 2<|call|>h 3<|call|>h: C<|end|>h: ?<|end|>h: a<|end|>",
+            "f 1<|call|>f: A<|end|>f: a<|end|>g 2<|call|>h 3<|call|>h: ?<|end|>h: C<|end|>",
         ),
     ],
 )
@@ -92,6 +92,10 @@ def test_a_template_that_shows_one_call_of_a_message_is_given_one(
     text = Environment().from_string(HARMONY).render(messages=given, last=Namespace())
     text = text.replace("<|start|>", "")
     assert text == f"user: ask<|end|>hm{shown}assistant: Done.<|end|>"
+    alike = [m if m.get("role") != "tool" else {**m, "tool_call_id": "x"} for m in asked]
+    alike[1] = {**alike[1], "tool_calls": [{**call, "id": "x"} for call in calls]}
+    roles = " ".join(m["role"] for m in with_fields(alike, HARMONY, TOOLS)[1:-1])
+    assert roles.startswith(" ".join(["assistant tool"] * min(len(results), 3)))
     every = HARMONY + "{% for call in message.tool_calls %}{% endfor %}"
     assert with_fields(asked, every, TOOLS)[1]["tool_calls"] == calls
 

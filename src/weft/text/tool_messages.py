@@ -86,7 +86,8 @@ def _with_thoughts(message: Message, is_either: bool) -> Message:
 
 def _with_one_call_each(messages: Sequence[Message]) -> list[Message]:
     """A message for each call, with the result of that call behind it. The models of such templates
-    make one call at a time and wait for its result, so this is what they would have seen. What was
+    make one call at a time and wait for its result, so this is what they would have seen. The first
+    result without the id of a call belongs to the first call, the second to the second. What was
     said or thought before the calls stays in the first of these messages."""
     turns: list[tuple[Message, list[Message]]] = []
     for message in messages:
@@ -100,15 +101,15 @@ def _with_one_call_each(messages: Sequence[Message]) -> list[Message]:
         if not isinstance(calls, list) or len(calls) < 2:
             found += [message, *results]
             continue
-        waiting: dict[object, list[Message]] = {}
-        for result in reversed(results):
-            waiting.setdefault(result.get("tool_call_id"), []).append(result)
-        for call in calls:
-            found.append({**message, "tool_calls": [call]})
+        places = {call.get("id"): n for n, call in enumerate(calls)}
+        if len(places) < len(calls):  # several share an id, or have none
+            places = {}
+        behind: list[list[Message]] = [[] for _ in calls]
+        for n, result in enumerate(results):
+            behind[min(places.get(result.get("tool_call_id"), n), len(calls) - 1)].append(result)
+        for call, own in zip(calls, behind, strict=True):
+            found += [{**message, "tool_calls": [call]}, *own]
             message = {"role": "assistant", "content": ""}
-            own = waiting.get(call.get("id")) or waiting.get(None)
-            found += [own.pop()] if own else []
-        found += [result for each in waiting.values() for result in reversed(each)]
     return found
 
 
