@@ -495,7 +495,7 @@ async def test_an_unknown_model_is_404_and_never_the_base(
         answer = await web.post(path, {"model": "nobody", "stream": stream, **body})
         assert answer.status_code == 404
         assert answer.json()["error"] == {
-            "message": "The model 'nobody' does not exist; GET /v1/models lists those that do",
+            "message": "The model 'nobody' does not exist; models that do: 'base', 'alias'",
             "type": "invalid_request_error",
             "param": "model",
             "code": "model_not_found",

@@ -257,7 +257,7 @@ async def test_an_unknown_model_is_answered_with_one_like_it(web: Web, world: Wo
     await web.load("reverse", world.adapter("reverse", "r"))
     for asked, meant in (("revrese", "reverse"), ("bsae", "base"), ("x" * 70, ""), ("q", "")):
         error = (await web.post(COMPLETE, {"model": asked, "prompt": "x"})).json()["error"]
-        hint = f"did you mean '{meant}'?" if meant else "GET /v1/models lists those that do"
+        hint = f"did you mean '{meant}'?" if meant else "models that do: 'base', 'alias', 'reverse'"
         assert error["message"] == f"The model '{asked}' does not exist; {hint}"
         assert (await web.get(f"/v1/models/{asked}")).json()["error"] == error
 

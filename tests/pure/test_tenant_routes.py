@@ -183,7 +183,7 @@ def asks(model: str) -> list[tuple[str, str, Any]]:
 def without_hint(text: str) -> str:
     """The text of an answer about a name, whichever it is. A hint follows from what was asked and
     what the caller may see."""
-    return re.sub("; (did you mean [^?]*[?]|GET /v1/models .* do)", "", text).replace(
+    return re.sub('; (did you mean [^?]*[?]|models that do: [^"]*)', "", text).replace(
         "nosuch", "secret"
     )
 

@@ -31,9 +31,9 @@ from weft.registry.names import check_prefix, one_form
 from weft.registry.registry import AdapterCard, AdapterRegistry, Lease, ModelCard
 from weft.registry.tenants import Caller, Role
 
-_MAX_LOOKED_AT, _MAX_PAIRS = 500, 20_000
+_MAX_LOOKED_AT, _MAX_PAIRS, _MAX_TOLD = 500, 20_000, 3
 """How many names are looked at for one like an unknown name, and how many pairs of characters are
-compared, for which all other requests wait for a few milliseconds."""
+compared, for which all other requests wait for a few milliseconds; and how many are told."""
 
 
 class Names(Protocol):
@@ -216,7 +216,7 @@ class Access:
     @contextmanager
     def _suggesting(self, model: str) -> Iterator[None]:
         """Inside this context, an error about an unknown model names one that the caller may use
-        and may have meant, or says where all of them are listed."""
+        and may have meant, or some of those that it may use."""
         try:
             yield
         except ModelNotFound as error:
@@ -228,7 +228,8 @@ class Access:
             pairs = accumulate(len(name) * len(model) for name in names)
             few = [name for name, count in zip(names, pairs, strict=True) if count <= _MAX_PAIRS]
             like = get_close_matches(model, few, 1)
-            hint = f"did you mean {like[0]!r}?" if like else "GET /v1/models lists those that do"
+            some_do = [*map(repr, names[:_MAX_TOLD]), *["..."] * (len(names) > _MAX_TOLD)]
+            hint = f"did you mean {like[0]!r}?" if like else f"models that do: {', '.join(some_do)}"
             raise ModelNotFound(f"{error.message}; {hint}", error.param) from None
 
     def _called(self, name: str) -> str | None:
