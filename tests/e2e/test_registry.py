@@ -146,7 +146,12 @@ def _take_the_store_away(server: Server, store: Path) -> None:
         assert text_of(ask(server, "task")) == tiny.answer("reverse", "planet")
         os.kill(server.engine_pid(), signal.SIGKILL)
         answer = server.post("/v1/unload_lora_adapter", lora_name="task")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "registry_unavailable")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "registry_unavailable")
+        assert "operator" in error["message"] and "/" not in error["message"]
+        log = server.log.read_text().splitlines()
+        [line] = [line for line in log if "whether the change was made" in line]
+        assert str(store) in line and answer.headers["x-request-id"] in line
         until(lambda: ask(server, "task").status_code == 200, "the engine is not up again")
         assert text_of(ask(server, "task")) == tiny.answer("reverse", "planet")
         ready = f"{server.url}/ready"

@@ -20,6 +20,7 @@ from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from weft.core.errors import RequestTimeout, WeftError
+from weft.metrics.logs import request_id_var
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ def described(body: type[BaseModel], description: str) -> dict[str, Any]:
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     """The status and body of an error's answer. An unexpected error's text is only in the log."""
     if isinstance(error, WeftError):
+        log_full(error)
         plain = error.kind in ("invalid_request_error", "server_error")
         code = None if plain else error.kind
         return error.status, _shape(error.status, error.message, error.param, code)
@@ -83,6 +85,12 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
         return error.status_code, _shape(error.status_code, str(error.detail), None, None)
     logger.error("internal error", exc_info=error)
     return 500, _shape(500, "internal server error", None, None)
+
+
+def log_full(error: WeftError) -> None:
+    """Log the text of an error that clients get in fewer words, with the request's id."""
+    if str(error) != error.message:
+        logger.warning("%s", error, extra={"request_id": request_id_var.get()})
 
 
 def _shape(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:

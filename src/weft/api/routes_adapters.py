@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from weft.api.bodies import OpenBody, Take, ignored_fields
 from weft.api.desk import AdapterDesk
-from weft.api.http import ERRORS, TEXT, body_of, described, json_response
+from weft.api.http import ERRORS, TEXT, body_of, described, json_response, log_full
 from weft.api.reading import note_unknown, read_request
 from weft.api.service import Service
 from weft.api.settings import ApiSettings
@@ -173,6 +173,7 @@ async def sglang_answer(service: Service, work: Coroutine[Any, Any, str]) -> Res
     try:
         await work
     except WeftError as error:
+        log_full(error)
         status, message, headers = error.status, error.message, error.headers
     paths = {card.ref.name: card.path for card in service.access.adapter_cards()}
     shown = UpdateAnswer(success=message is None, error_message=message, loaded_adapters=paths)

@@ -296,7 +296,7 @@ class ServeFlags:
             try:
                 return SharedRegistry(store)
             except RegistryReadOnly as error:
-                logger.warning(ONLY_READ, error.message)
+                logger.warning(ONLY_READ, error)
                 return SharedRegistry(store, writes=False)
 
     def shared_tenants(self, shared: SharedRegistry) -> SharedTenants:

@@ -156,7 +156,7 @@ def verify(registry: Registry) -> None:
             except (AdapterError, RegistryUnavailable) as error:
                 shared.poll()  # ends the command if the whole store does not answer
                 bad += 1
-                typer.echo(f"sha256:{digest} of {_users(names, digest)}: {error.message}")
+                typer.echo(f"sha256:{digest} of {_users(names, digest)}: {error}")
     typer.echo(f"{len(needed) - bad} contents are whole, {bad} are missing or damaged")
     raise typer.Exit(1 if bad else 0)
 

@@ -187,8 +187,16 @@ class EngineDead(WeftError):
 
 
 class RegistryUnavailable(WeftError):
+    """`str(error)` is for the operator, and may say where the registry is. `message`, which goes to
+    clients, does not."""
+
     status = 503
     kind = "registry_unavailable"
+
+    def __init__(self, message: str, param: str | None = None, *, full: str = "") -> None:
+        """`full`: the text for the operator, if it is another one than clients get."""
+        super().__init__(message, param)
+        self.args = (full or message,)
 
 
 class RegistryReadOnly(RegistryUnavailable):
@@ -196,6 +204,12 @@ class RegistryReadOnly(RegistryUnavailable):
     can't hold one."""
 
     kind = "registry_read_only"
+
+
+def for_clients(how: str) -> str:
+    """What clients are told of a registry that can't be used: neither its folder or bucket, nor
+    what the file system or the network said."""
+    return f"the registry {how}: try again later, or ask the operator, whose log says why"
 
 
 class NotReady(WeftError):

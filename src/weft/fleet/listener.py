@@ -22,7 +22,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from weft.core.adapters import AdapterSource
 from weft.core.duty import end_tasks, going_on
-from weft.core.errors import ConfigError, EngineDead, WeftError, to_wire
+from weft.core.errors import ConfigError, EngineDead, RegistryUnavailable, WeftError, to_wire
 from weft.core.messages import (
     Abort,
     GetStats,
@@ -292,6 +292,8 @@ class NodeListener:
         try:
             reply = await self._result(session, call)
         except Exception as error:  # of any kind: the client waits for an answer
+            if isinstance(error, RegistryUnavailable):
+                logger.warning("%s", error)
             reply = Reply(call.call_id, error=to_wire(error))
         self._send(session, UP.encode(reply))
 

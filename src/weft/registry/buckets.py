@@ -19,7 +19,7 @@ from obstore.exceptions import (
 )
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
-from weft.core.errors import ConfigError, RegistryReadOnly, RegistryUnavailable
+from weft.core.errors import ConfigError, RegistryReadOnly, RegistryUnavailable, for_clients
 
 _PART_BYTES: Final = 16 << 20
 """What one request of a large file carries."""
@@ -147,7 +147,8 @@ class BucketStore:
             denied = isinstance(error, PermissionDeniedError)
             kind = RegistryReadOnly if denied else RegistryUnavailable
             how = "refuses access" if denied else "does not answer"
-            raise kind(f"the registry {self.uri} {how}: {_said(error)}") from error
+            full = f"the registry {self.uri} {how}: {_said(error)}"
+            raise kind(for_clients(how), full=full) from error
 
 
 def _client_options(uri: str) -> dict[str, str]:

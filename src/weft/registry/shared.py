@@ -31,6 +31,7 @@ from weft.core.errors import (
     RegistryReadOnly,
     RegistryUnavailable,
     WeftError,
+    for_clients,
 )
 from weft.registry.log import Delete, Get, ListKeys, Log, Put, Request, Steps
 from weft.registry.records import Change, Done, HistoryEntry, NotDone, Result
@@ -224,12 +225,13 @@ class SharedRegistry:
                 if not is_away and (stale_s := self.stale_s()) >= STALE_S:
                     is_away = True
                     message = "the registry has not answered for %.0f s: %s; its last state is used"
-                    _log.warning(message, stale_s, error.message)
+                    _log.warning(message, stale_s, error)
             except Exception as error:
                 if repr(error) != unexpected:
                     unexpected = repr(error)
                     _log.exception("the registry %s can't be followed", self.store.uri)
-                self._give_up(RegistryUnavailable(f"the registry can't be followed: {error}"))
+                full = f"the registry can't be followed: {error}"
+                self._give_up(RegistryUnavailable(for_clients("can't be followed"), full=full))
             if self._closed.is_set() and not self._queue:
                 return
             self._news.wait(self._poll_s)
@@ -244,7 +246,7 @@ class SharedRegistry:
             try:
                 self._ask.prove()
             except ConfigError as error:
-                raise RegistryReadOnly(error.message, error.param) from error
+                raise RegistryReadOnly(for_clients("can't be used"), full=error.message) from error
             self._turns.wait()
             with self._driving:
                 begun, before = time.monotonic(), self.state.seq
@@ -277,7 +279,8 @@ class SharedRegistry:
             self._queue.take(each.op.nonce)
             sent = self._log.was_sent(each.op)
             made = "it is not known whether the change was made" if sent else "nothing was changed"
-            each.future.set_exception(type(error)(f"{error.message}; {made}"))
+            message, full = f"{error.message}; {made}", f"{error}; {made}"
+            each.future.set_exception(type(error)(message, full=full))
 
     def _drive(self, steps: Steps[_T]) -> _T:
         """Run an operation of the log, and tell listeners what it has read, even if it fails half

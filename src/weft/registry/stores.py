@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
-from weft.core.errors import ConfigError, RegistryReadOnly, RegistryUnavailable
+from weft.core.errors import ConfigError, RegistryReadOnly, RegistryUnavailable, for_clients
 
 _STALE_S: Final = 24 * 3600.0
 """An unfinished file of this age was abandoned."""
@@ -249,8 +249,8 @@ class DirectoryStore:
         except OSError as error:
             how = _REFUSALS.get(error.errno or 0)
             kind = RegistryReadOnly if how else RegistryUnavailable
-            message = f"the registry {self.uri} {how or 'does not answer'}: {self._why(error)}"
-            raise kind(message) from error
+            full = f"the registry {self.uri} {how or 'does not answer'}: {self._why(error)}"
+            raise kind(for_clients(how or "does not answer"), full=full) from error
 
     def _why(self, error: OSError) -> str:
         """What went wrong, and with which of the registry's files."""
@@ -276,7 +276,7 @@ def spare_room(store: Store) -> Iterator[None]:
             raise
         message = "each content takes a mark of up to 4 KB before it can be removed"
         remedy = "free 1 MB on that disk, or more for hundreds of contents, and try again"
-        raise RegistryUnavailable(f"{error.message}; {message}: {remedy}", "registry") from error
+        raise RegistryUnavailable(f"{error}; {message}: {remedy}", "registry") from error
     finally:
         store.keep_spare()
 

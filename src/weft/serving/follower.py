@@ -237,8 +237,8 @@ class Follower:
         def ended(task: asyncio.Task[None]) -> None:
             del self._loading[key]
             if not task.cancelled() and (error := task.exception()) is not None:
-                named = isinstance(error, AdapterUnavailable)
-                logger.warning("%s", error if named else f"{key} can't be loaded: {error}")
+                why = error.__cause__ if isinstance(error, AdapterUnavailable) else error
+                logger.warning("%s can't be loaded: %s", key, why)
 
         task.add_done_callback(ended)
         return task

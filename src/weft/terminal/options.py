@@ -161,7 +161,7 @@ def ending_in_one_line(status: int = 1, traceback: bool = False) -> Iterator[Non
     except WeftError as error:
         if traceback:
             raise
-        sys.stderr.write(f"weft: error: {plain(' '.join(error.message.split()))}\n")
+        sys.stderr.write(f"weft: error: {plain(' '.join(str(error).split()))}\n")
         raise typer.Exit(status) from None
     except OSError as error:
         where = error.filename
