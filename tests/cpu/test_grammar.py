@@ -340,6 +340,16 @@ def test_structural_tag(bench: Bench) -> None:
         assert found and 1 <= len(json.loads(found[1])) <= 2
 
 
+def test_a_structural_tag_in_its_older_form(bench: Bench) -> None:
+    part = {"begin": "<f>", "schema": {"enum": ["a", "b"]}, "end": "</f>"}
+    old = {"type": "structural_tag", "structures": [part], "triggers": ["<f"]}
+    assert bench.tokenizer is not None
+    matcher = bench.compile(StructuredOutputs(structural_tag=json.dumps(old)))
+    for token_id in bench.tokenizer.encode('x<f>"'):
+        matcher.accept(token_id)
+    assert [bench.tokenizer.decode([i]) for i in bench.allowed(matcher)] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("problem", "spec"),
     [

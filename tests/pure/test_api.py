@@ -572,7 +572,8 @@ async def test_a_wrong_route_is_told_which_one_was_meant(web: Web) -> None:
         ("POST", "/completions", 404, f"no POST /completions; did you mean {COMPLETE}?"),
         ("GET", "/v1/health", 404, "no GET /v1/health; did you mean /health?"),
         ("POST", f"{COMPLETE}/", 404, f"no POST {COMPLETE}/; did you mean {COMPLETE}?"),
-        ("POST", "/generate_stream", 404, f"servers have; send the prompt to {COMPLETE}"),
+        ("POST", "/generate_stream", 404, f"servers have; use {COMPLETE}"),
+        ("GET", "/ping", 404, "servers have; use /health"),
         ("GET", COMPLETE, 405, f"there is no GET {COMPLETE}, only POST"),
     ):
         answer = await web.http.request(method, path)

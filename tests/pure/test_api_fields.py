@@ -228,6 +228,24 @@ FORMS = [
     ("structured_outputs", {"grammar": "root ::= x"}, StructuredOutputs(grammar="root ::= x")),
     ("structured_outputs", {"structural_tag": {}}, StructuredOutputs(structural_tag="{}")),
     ("guided_json", SCHEMA, StructuredOutputs(json=SCHEMA_TEXT)),
+    ("json_schema", SCHEMA_TEXT, StructuredOutputs(json=SCHEMA_TEXT)),
+    (
+        "response_format",
+        {"type": "json_object", "schema": SCHEMA},
+        StructuredOutputs(json=SCHEMA_TEXT),
+    ),
+    (
+        "response_format",
+        {"type": "structural_tag", "format": {"type": "any_text"}},
+        StructuredOutputs(
+            structural_tag='{"type": "structural_tag", "format": {"type": "any_text"}}'
+        ),
+    ),
+    (
+        "structured_outputs",
+        {"regex": "a+", "disable_fallback": False, "disable_any_whitespace": True},
+        StructuredOutputs(regex="a+"),
+    ),
     ("guided_regex", "a+", StructuredOutputs(regex="a+")),
     ("guided_choice", ["a", "b"], StructuredOutputs(choice=("a", "b"))),
     ("guided_grammar", "root ::= x", StructuredOutputs(grammar="root ::= x")),
@@ -268,6 +286,13 @@ async def test_a_form_that_the_engine_refuses_is_named_as_the_client_did(
         ({"stop": 5}, "stop must be a string or a list"),
         ({"logit_bias": 3}, "logit_bias must be an object"),
         ({"response_format": {"type": "json"}}, "response_format.type must be 'text'"),
+        (
+            {"response_format": {"type": "text", "schema": {}}},
+            "response_format.schema is only allowed with type 'json_object'",
+        ),
+        ({"documents": ["x"]}, "documents is not supported by this version; give them in chat_"),
+        ({"no_stop_trim": True}, "no_stop_trim is not supported by this version; use include_"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget is not supported by this version"),
     ],
 )
 async def test_a_field_of_the_wrong_kind_is_told_what_it_must_be(

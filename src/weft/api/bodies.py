@@ -46,9 +46,13 @@ OTHER_NAMES: dict[str, Known] = dict.fromkeys((*_NAMES, "merged_adapters"), ())
 """What other servers and their clients call the adapter of a request. If it were ignored, the base
 would answer."""
 
-_INSTEAD = {"functions": "; use tools", "function_call": "; use tool_choice"} | dict.fromkeys(
-    OTHER_NAMES, "; give the adapter's name as model, or several as adapters"
-)
+_INSTEAD = {
+    "documents": "; give them in chat_template_kwargs, if the chat template takes documents",
+    "function_call": "; use tool_choice",
+    "functions": "; use tools",
+    "guided_json_object": '; use response_format with the type "json_object"',
+    "no_stop_trim": "; use include_stop_str_in_output",
+} | dict.fromkeys(OTHER_NAMES, "; give the adapter's name as model, or several as adapters")
 
 
 def ignored_fields(
@@ -300,16 +304,30 @@ class JsonSchema(ClosedBody):
 
 
 class ResponseFormat(ClosedBody):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`. LoRAX has a `schema` for `json_object` beside it, and vLLM and
+    SGLang have structural tags, whose older form has `structures` and `triggers`."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
     def to_structured(self) -> StructuredOutputs | None:
         if (self.json_schema is not None) != (self.type == "json_schema"):
             raise schema_misplaced(self.type, "response_format.json_schema")
-        if self.json_schema is not None:
-            return StructuredOutputs(json=json.dumps(self.json_schema.schema_))
+        rest = self.model_dump(by_alias=True, exclude={"type", "json_schema"}, exclude_none=True)
+        for name in rest:
+            kind = "json_object" if name == "schema" else "structural_tag"
+            if kind != self.type:
+                field = f"response_format.{name}"
+                raise InvalidRequest(f"{field} is only allowed with type '{kind}'", field)
+        if self.type == "structural_tag":
+            return StructuredOutputs(structural_tag=json.dumps({"type": self.type, **rest}))
+        schema = self.json_schema.schema_ if self.json_schema else self.schema_
+        if schema is not None:
+            return StructuredOutputs(json=json.dumps(schema))
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
@@ -328,6 +346,10 @@ class StructuredBody(ClosedBody):
     choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     grammar: str | None = None
     structural_tag: dict[str, Any] | str | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    """These two are accepted and change nothing: there is no fallback, and JSON is always written
+    without white space between its parts."""
 
     def to_structured(self) -> StructuredOutputs:
         return StructuredOutputs(

@@ -121,13 +121,32 @@ async def _handle_error(request: Request, error: Exception) -> Response:
     return error_response(error, request.url.path)
 
 
+_INSTEAD = {
+    "/docs": "/openapi.json",
+    "/encode": "/v1/embeddings",
+    "/generate": "/v1/completions",
+    "/generate_stream": "/v1/completions",
+    "/get_model_info": "/v1/models",
+    "/get_server_info": "/version, /v1/models or /metrics",
+    "/health_generate": "/health",
+    "/info": "/v1/models",
+    "/invocations": "/v1/chat/completions or /v1/completions",
+    "/load": "/metrics",
+    "/model_info": "/v1/models",
+    "/ping": "/health",
+    "/pooling": "/v1/embeddings",
+    "/server_info": "/version, /v1/models or /metrics",
+}
+"""Routes of vLLM, SGLang and LoRAX, and what serves the same purpose here."""
+
+
 def _no_route(request: Request, error: HTTPException) -> str:
     """The message for a path that no route serves, with the right one if it is clear: clients often
     have an address with /v1 where it belongs without, or the other way round."""
     path = request.url.path
     told = f"there is no {request.method} {path[:200]}"
-    if path.startswith("/generate"):
-        return f"{told}, as other servers have; send the prompt to /v1/completions"
+    if use := _INSTEAD.get(path):
+        return f"{told}, as other servers have; use {use}"
     if error.status_code == 405:
         return f"{told}, only {(error.headers or {})['Allow']}"
     bare = path.removeprefix("/v1").removeprefix("/v1").rstrip("/")

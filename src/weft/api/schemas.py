@@ -51,16 +51,24 @@ _KNOWN: dict[str, Known] = HARMLESS | {
     "audio": (),
     "best_of": (1,),
     "custom_logit_processor": (),
+    "detokenize": (True,),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "guided_json_object": (False,),
+    "guided_whitespace_pattern": (),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
+    "no_stop_trim": (False,),
     "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([],),
+    "thinking_token_budget": (),
     "use_beam_search": (False,),
     "vllm_xargs": Take.NAMED,
     "web_search_options": (),
@@ -88,6 +96,7 @@ OF_CHATS: dict[str, Known] = _KNOWN_IN_CHATS | {
     "guided_regex": (),
     "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
+    "json_schema": (),
     "logit_bias": ({},),
     "max_completion_tokens": (),
     "max_tokens": (),
@@ -212,6 +221,7 @@ class GenerationBody(ModelBody):
     guided_grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    json_schema: dict[str, Any] | str | None = None
     speculative: str | None = None
     """Whether and how the next tokens are guessed, which only changes the speed: off, ngram or mtp;
     by default as the server's --speculative says."""
@@ -249,7 +259,7 @@ class GenerationBody(ModelBody):
         for kind in ("json", "regex", "grammar", "choice"):
             if (value := getattr(self, f"guided_{kind}")) is not None:
                 asked[f"guided_{kind}"] = StructuredBody(**{kind: value})
-        for name, kind in (("regex", "regex"), ("ebnf", "grammar")):
+        for name, kind in (("regex", "regex"), ("ebnf", "grammar"), ("json_schema", "json")):
             if (value := getattr(self, name)) is not None:
                 asked[name] = StructuredBody(**{kind: value})
         forms = {name: each.to_structured() for name, each in asked.items() if each is not None}

@@ -149,7 +149,7 @@ class Compiler:
         if spec.grammar is not None:
             return self._compiler.compile_grammar(spec.grammar)
         if spec.structural_tag is not None:
-            tag = parse(spec.structural_tag)
+            tag = _in_newer_form(parse(spec.structural_tag))
         else:
             tag = {"type": "structural_tag", "format": _as_part(spec)}
         return self._compiler.compile_structural_tag(json.dumps(self._tag(tag)))
@@ -207,6 +207,27 @@ class Compiler:
         if token_id is None:
             raise refusal(f"the tokenizer has no special token {name[:80]!r}")
         return token_id
+
+
+def _in_newer_form(tag: Any) -> Any:
+    """A structural tag whose older form, with `structures` and `triggers`, xgrammar no longer
+    reads."""
+    if not isinstance(tag, dict) or not isinstance(tag.get("structures"), list):
+        return tag
+    tags = [
+        {
+            "type": "tag",
+            "begin": each.get("begin"),
+            "content": {"type": "json_schema", "json_schema": each.get("schema", True)},
+            "end": each.get("end"),
+        }
+        for each in tag["structures"]
+        if isinstance(each, dict)
+    ]
+    return {
+        "type": "structural_tag",
+        "format": {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags},
+    }
 
 
 def _as_part(spec: StructuredOutputs) -> dict[str, Any]:

@@ -91,6 +91,13 @@ class Lease:
         self.release()
 
 
+def other_content(name: str) -> AdapterConflict:
+    """The error for a name that has other content already, and is not to be replaced."""
+    remedy = "to replace it, set load_inplace (in Python: replace)"
+    message = f"The lora adapter {name!r} has already been loaded with other content; {remedy}"
+    return AdapterConflict(message, "lora_name")
+
+
 class AdapterRegistry:
     """The names of one base model and its adapters. `check()` states the invariants."""
 
@@ -187,8 +194,7 @@ class AdapterRegistry:
             old.info, old.path, old.pinned = info, path, pinned
             return old.ref
         if old is not None and not replace:
-            message = f"The lora adapter {name!r} has already been loaded with other content"
-            raise AdapterConflict(message, "lora_name")
+            raise other_content(name)
         if number is None:
             self._last_version[name] = number = self._last_version.get(name, 0) + 1
             self._looks[appearance(name)] = name

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple, get_args
 from msgspec.structs import replace
 
 from weft.core.errors import (
-    AdapterConflict,
     AdapterNotFound,
     AdapterUnavailable,
     GenerationConflict,
@@ -17,6 +16,7 @@ from weft.core.errors import (
 from weft.registry import Sources
 from weft.registry.allowed import shown
 from weft.registry.records import Name, Publish, Release, Remove, Version
+from weft.registry.registry import other_content
 from weft.registry.releases import main_number, released, rolled_back, split
 from weft.serving.follower import Follower
 from weft.serving.publisher import Executor, Publisher
@@ -97,8 +97,7 @@ class Releases:
         entry = self._follower.names.state.names.get(change.name, Name())
         number = main_number(entry.route)
         if number and entry.versions[number].digest != change.version.digest:
-            message = f"The lora adapter {change.name!r} has already been loaded with other content"
-            raise AdapterConflict(message, "lora_name")
+            raise other_content(change.name)
         return replace(change, expect=entry.generation)
 
     async def remove(self, name: str, actor: str, wait: Wait) -> str | None:
