@@ -267,6 +267,10 @@ async def test_templates_of_requests(tmp_path: Path) -> None:
     web = Web(world)
     await web.chat(chat_template="{{ messages[0].content }}{{ mood }}!")
     assert prompt_of(world) == "hi!"
+    documents = [{"text": "A"}, {"text": "B"}]
+    shows = "{{ documents | map(attribute='text') | join }}{{ messages[0].content }}"
+    await web.chat(chat_template=shows, documents=documents)
+    assert prompt_of(world) == "ABhi"
     for template, at_fault in (
         ("{{ messages[0].content.x.y }}", "messages"),
         ("{% if %}", "chat_template"),

@@ -192,6 +192,12 @@ def test_a_template_that_shows_no_tools_is_not_given_any() -> None:
     assert caught.value.param == "tools"
 
 
+def test_a_template_shows_documents() -> None:
+    tokenizer = with_template("{% for each in documents %}{{ each.text }};{% endfor %}")
+    ids = tokenizer.chat([{"role": "user"}], documents=[{"text": "A"}, {"text": "B"}])
+    assert tokenizer.decode(ids) == "A;B;"
+
+
 def test_the_last_message_is_continued() -> None:
     tokenizer = with_template(QWEN)
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well,"}]

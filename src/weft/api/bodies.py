@@ -47,7 +47,6 @@ OTHER_NAMES: dict[str, Known] = dict.fromkeys((*_NAMES, "merged_adapters"), ())
 would answer."""
 
 _INSTEAD = {
-    "documents": "; give them in chat_template_kwargs, if the chat template takes documents",
     "function_call": "; use tool_choice",
     "functions": "; use tools",
     "guided_json_object": '; use response_format with the type "json_object"',
@@ -273,6 +272,8 @@ class Conversation(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    """What the answer is to be drawn from, for chat templates that show documents."""
 
     def check_continuation(self, messages: list[Message]) -> None:
         """Raises InvalidRequest unless the last message can be continued, if that is asked for."""
@@ -289,6 +290,7 @@ class Conversation(BaseModel):
             "add_generation_prompt": not continues and self.add_generation_prompt is not False,
             "continue_final_message": continues,
             "template_kwargs": self.chat_template_kwargs,
+            "documents": self.documents,
         }
 
 

@@ -156,7 +156,7 @@ class TokenizeBody(ClosedBody, Conversation):
             raise InvalidRequest("give either prompt or messages", "prompt")
         if self.messages is not None and self.add_special_tokens:
             raise InvalidRequest("add_special_tokens is for a prompt", "add_special_tokens")
-        for name in ("add_generation_prompt", "continue_final_message", "tools"):
+        for name in ("add_generation_prompt", "continue_final_message", "tools", "documents"):
             if self.messages is None and getattr(self, name):
                 raise InvalidRequest(f"{name} is for messages", name)
         if self.messages is not None:

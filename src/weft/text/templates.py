@@ -37,12 +37,13 @@ def template_options(
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     continue_final_message: bool = False,
+    documents: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The arguments that `apply_chat_template` of transformers gets beside the messages.
 
     `tools` are functions in OpenAI's form. With `continue_final_message` the prompt ends inside
     the last message, which the output continues. Raises InvalidRequest when there is no template,
-    or it doesn't show tools.
+    or it doesn't show tools or documents.
     """
     kwargs = dict(template_kwargs or {})
     if reserved := sorted(_reserved() & kwargs.keys()):
@@ -53,6 +54,8 @@ def template_options(
         raise InvalidRequest("this model has no chat template", "messages")
     if tools and not (re.search(r"\btools\b", template) or reads_fields(template)):
         raise InvalidRequest("this model's chat template takes no tools", "tools")
+    if documents and not re.search(r"\bdocuments\b", template):
+        raise InvalidRequest("this model's chat template takes no documents", "documents")
     if continue_final_message and add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other",
@@ -60,6 +63,7 @@ def template_options(
         )
     return kwargs | {
         "tools": [dict(tool) for tool in tools] if tools else None,
+        "documents": [dict(document) for document in documents] if documents else None,
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
     }
