@@ -103,7 +103,7 @@ _HELP = {
     " [bold]pip install weft\\[otel][/].",
     "--skip-tokenizer-init": "Load no tokenizer: prompts and answers are token ids.",
     "--lora-modules": "Adapters to load at the start, from folders, the Hugging Face hub or URIs."
-    " Requests use NAME as their model.",
+    " Requests use NAME as their model. vLLM's form as JSON objects works too.",
     "--lora-root": "Let clients load adapters from below this folder while the server runs."
     " Repeatable. Default: only from the folders of --lora-modules.",
     "--allow-sources": "Let clients load adapters from other sources: hf (the Hugging Face hub),"
