@@ -203,7 +203,7 @@ def invalid(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"the body has {error.error_count()} faults")
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
-        return InvalidRequest(f"the body is not valid JSON: {first['msg']}")
+        return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']}")
     param = field_path(first["loc"])
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is required", param)
