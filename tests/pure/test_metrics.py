@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.sampling import SamplingParams
 from weft.core.stats import AdapterStats, EngineStats, FleetFigures, Spread, TierStats
-from weft.metrics import Metrics, tallies
+from weft.metrics import Metrics, RequestRecord, tallies
 from weft.metrics.exposition import Bounds, Histogram
 from weft.metrics.tallies import OTHER, PERIOD_S, Tallies
 
@@ -124,6 +125,11 @@ def test_one_request() -> None:
     metrics.finished("a", "length", 0.32, 0.04)
     metrics.arrived(None, 7)
     metrics.finished(None, "abort", 1.0, None)
+    record = RequestRecord("r", "a", None, SamplingParams(), 0.0, 5)
+    metrics.requests.ended(record)  # without a token, so without times
+    record.queue_s, record.first_token_s, record.last_token_s = 0.02, 0.2, 0.32
+    record.num_output_tokens = 4
+    metrics.requests.ended(record)
     found = scrape(metrics)
     for name, count, total in (
         ("vllm:request_queue_time_seconds", 1, 0.02),
@@ -131,6 +137,11 @@ def test_one_request() -> None:
         ("vllm:inter_token_latency_seconds", 3, 0.12),
         ("vllm:request_time_per_output_token_seconds", 1, 0.04),
         ("vllm:e2e_request_latency_seconds", 2, 1.32),
+        ("vllm:request_prefill_time_seconds", 1, 0.18),
+        ("vllm:request_decode_time_seconds", 1, 0.12),
+        ("vllm:request_inference_time_seconds", 1, 0.3),
+        ("vllm:request_prompt_tokens", 2, 10),
+        ("vllm:request_generation_tokens", 2, 4),
     ):
         assert value(found, f"{name}_count", model_name="base") == count
         assert value(found, f"{name}_sum", model_name="base") == pytest.approx(total)

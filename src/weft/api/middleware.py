@@ -259,5 +259,6 @@ class Watch:
             per_token_s = (record.last_token_s - record.first_token_s) / (num_tokens - 1)
         reason = record.finish_reason
         self._metrics.finished(self._adapter, reason, record.duration_s, per_token_s)
+        self._metrics.requests.ended(record)
         num_prompt = record.num_prompt_tokens - record.num_cached_tokens if self._computed else 0
         self._metrics.served(self._tenant, num_prompt, num_tokens)

@@ -26,6 +26,7 @@ from weft.core.stats import (
     Spread,
 )
 from weft.metrics.exposition import Bounds, Exposition, Histogram, Labels, labels
+from weft.metrics.requests import RequestHistograms
 from weft.metrics.shadows import ShadowCounters
 from weft.metrics.tallies import OTHER, Tallies, Tally
 
@@ -143,6 +144,7 @@ class Metrics:
         """What all requests had together."""
         self._inter_token_s = Histogram(_PER_TOKEN_S)
         self._request_s = Histogram(_REQUEST_S)
+        self.requests = RequestHistograms()
         self._tallies = Tallies(model_name)
         self._tenants = Tallies("")
         self._evictions: dict[str, int] = {}
@@ -271,6 +273,7 @@ class Metrics:
         out.histogram(name, "Between two tokens.", [(model, self._inter_token_s)])
         name = "vllm:e2e_request_latency_seconds"
         out.histogram(name, "From start to end.", [(model, self._request_s)])
+        self.requests.add(out, model)
         out.counter(
             "vllm:request_success",
             "Requests by finish reason, as their clients saw them.",
