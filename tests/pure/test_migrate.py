@@ -10,7 +10,7 @@ import pytest
 from command_line import CliRunner
 from typer.main import get_command
 
-from weft.cli import migrate
+from weft.cli import other_flags
 from weft.cli.main import app
 from weft.cli.migrate import Options, translated
 from weft.cli.other_servers import VARIABLES
@@ -97,6 +97,14 @@ def options() -> Options:
             """vllm serve m --lora-modules '{"name": "a", "path": "./a"}'""",
             """m --lora-modules '{"name": "a", "path": "./a"}'""",
         ),
+        (
+            """vllm serve m --generation-config vllm --allowed-origins '["http://a","http://b"]'""",
+            "m --allowed-origins http://a --allowed-origins http://b",
+        ),
+        (
+            "sglang serve --model-path m --enable-deterministic-inference --is-embedding",
+            "m --deterministic",
+        ),
     ],
 )
 def test_commands_of_other_servers(command: str, expected: str) -> None:
@@ -108,6 +116,7 @@ def test_commands_of_other_servers(command: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "shown", "told"),
     [
+        ("--generation-config auto --port 1", "--generation-config auto", "temperature 1"),
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2", "--tensor-parallel-size"),
         ("--quantization modelopt --port 1", "--quantization modelopt", "modelopt"),
         ("--no-such-sizes 1 2 4 --port 1", "--no-such-sizes 1 2 4", "does not know"),
@@ -178,8 +187,8 @@ def test_a_flag_of_adapters_with_a_word_that_is_none_is_shown_with_the_others() 
 
 
 def test_the_table_leads_to_flags_that_there_are() -> None:
-    assert all(name in options() for name in migrate.RENAMED.values())
-    for text in (migrate.NEEDLESS | migrate.MISSING | VARIABLES).values():
+    assert all(name in options() for name in other_flags.RENAMED.values())
+    for text in (other_flags.NEEDLESS | other_flags.MISSING | VARIABLES).values():
         for word in re.sub("[(),]", " ", text).split():
             if word.startswith("--"):
                 assert word in options(), word

@@ -14,156 +14,20 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from weft.cli.args import ServeFlags, parse_lora_modules
+from weft.cli.other_flags import (
+    BASE,
+    LISTS,
+    MISSING,
+    NEEDLESS,
+    RENAMED,
+    REPEATED,
+    STATED,
+    SWITCHES,
+)
 from weft.cli.other_servers import SERVERS, VARIABLES, ServerCommand, server_command
 from weft.core.errors import ConfigError, WeftError
 from weft.terminal.options import ending_in_one_line
 from weft.terminal.plain import plain
-
-BASE = ("--model", "--model-path", "--model-id")
-"""The flags by which other servers take the base model, which is an argument here."""
-
-RENAMED = {
-    "--chunked-prefill-size": "--max-num-batched-tokens",
-    "--context-length": "--max-model-len",
-    "--disable-overlap-schedule": "--no-overlap",
-    "--disable-radix-cache": "--no-enable-prefix-caching",
-    "--hostname": "--host",
-    "--lora-extra-vocab-size": "--max-added-tokens",
-    "--lora-paths": "--lora-modules",
-    "--max-active-adapters": "--max-loras",
-    "--max-batch-prefill-tokens": "--max-num-batched-tokens",
-    "--max-loras-per-batch": "--max-loras",
-    "--max-running-requests": "--max-num-seqs",
-    "--mem-fraction-static": "--gpu-memory-utilization",
-    "--num-shard": "--tensor-parallel-size",
-    "--page-size": "--block-size",
-    "--quantize": "--quantization",
-    "--tp": "--tensor-parallel-size",
-    "--tp-size": "--tensor-parallel-size",
-    "-p": "--port",
-    "-tp": "--tensor-parallel-size",
-}
-
-NEEDLESS = {
-    "--async-scheduling": "it is the default (--overlap)",
-    "--attention-backend": "the best kernels for the device are chosen",
-    "--compilation-config": "kernels and CUDA graphs need no settings",
-    "--disable-cuda-graph": "CUDA graphs are captured in seconds and change no result",
-    "--disable-log-requests": "requests are logged only with --log-level debug",
-    "--disable-log-stats": "figures are at /metrics, and not in the log",
-    "--distributed-executor-backend": "each GPU has a process of this server",
-    "--enable-auto-tool-choice": "tools work wherever the chat template takes them",
-    "--enable-chunked-prefill": "long prompts are always read in chunks",
-    "--enable-lora": "adapters are always served",
-    "--enable-metrics": "metrics are always at /metrics",
-    "--enforce-eager": "CUDA graphs are captured in seconds and change no result",
-    "--grammar-backend": "structured outputs always use xgrammar",
-    "--guided-decoding-backend": "structured outputs always use xgrammar",
-    "--lora-backend": "the best kernels for the device are chosen",
-    "--lora-dtype": "adapters are in the model's precision",
-    "--lora-target-modules": "an adapter may be on any projection of the model",
-    "--max-cpu-loras": "adapters on the host are bounded in bytes, by --adapter-host-memory",
-    "--max-loaded-loras": "adapters on the host are bounded in bytes, by --adapter-host-memory",
-    "--max-seq-len-to-capture": "CUDA graphs serve requests of any length",
-    "--no-enable-chunked-prefill": "long prompts are always read in chunks",
-    "--random-seed": "each request without a seed gets one of its own",
-    "--sampling-backend": "the best kernels for the device are chosen",
-    "--schedule-policy": "tenants take turns by weight (--tenant-weights)",
-    "--scheduling-policy": "tenants take turns by weight (--tenant-weights)",
-    "--sharded": "--tensor-parallel-size alone says it",
-    "--seed": "each request without a seed gets one of its own",
-    "--structured-outputs-config": "structured outputs always use xgrammar",
-    "--swap-space": "requests that lose their KV cache are computed again",
-    "--trust-remote-code": "no code of a checkpoint is ever run",
-    "--uvicorn-log-level": "--log-level sets it for all",
-}
-"""Flags that are left out, and why nothing is lost."""
-
-STATED = {
-    "--kv-cache-dtype": ("auto",),
-    "--load-format": ("safetensors",),
-    "--quantization": ("awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin"),
-    "--reasoning-parser": (
-        *("deepseek-r1", "deepseek_r1", "deepseek-v3", "deepseek_v3", "ernie45", "glm45", "glm47"),
-        *("gpt-oss", "hunyuan", "hunyuan_a13b", "kimi", "kimi_k2", "minimax", "minimax_m2"),
-        *("nemotron_3", "nemotron_v3", "olmo3", "openai_gptoss", "qwen3", "qwen3-thinking"),
-    ),
-    "--tool-call-parser": (
-        *("deepseekv3", "deepseekv31", "glm", "gpt-oss", "granite4", "hunyuan_a13b", "llama3"),
-        *("llama4_json", "llama4_pythonic", "minimax-m2", "openai", "qwen", "qwen25", "qwen3_xml"),
-    ),
-}
-"""Values that say what the checkpoint itself says, so that they are left out. Among them are names
-that Weft does not know for formats of calls and of reasoning, as the model's chat template shows
-which format it is."""
-
-_DATA_PARALLEL = "start a server for each copy of the model; they can share a registry"
-_PIPELINE = "a model is spread over GPUs by --tensor-parallel-size"
-_DRAFTS = (
-    "there are no draft models; --speculative guesses from the text (ngram) or by the model's own"
-    " head (mtp)"
-)
-_PRELOADED = "name each adapter as NAME=PATH in --lora-modules"
-MISSING = {
-    "--adapter-cycle-time-s": "--max-adapter-wait bounds how long a request waits for its adapter",
-    "--adapter-id": _PRELOADED,
-    "--adapter-source": "adapters come from --lora-root or from --registry",
-    "--chat-template": "the template of the checkpoint, or of the adapter, is used",
-    "--data-parallel-size": _DATA_PARALLEL,
-    "--dp": _DATA_PARALLEL,
-    "--dp-size": _DATA_PARALLEL,
-    "--hf-overrides": "put the changed config.json beside the weights",
-    "--kv-cache-dtype": "the KV cache has the precision of the model",
-    "--kv-transfer-config": "prompts and answers are computed by the same server",
-    "--limit-mm-per-prompt": "images are not served; the text part of such a model is",
-    "--max-concurrent-requests": "--max-num-seqs bounds the requests that run, and --max-queue"
-    " those that wait",
-    "--max-input-length": "--max-model-len bounds prompt and answer together",
-    "--max-total-tokens": "--max-model-len bounds a request and --kv-cache-memory the cache",
-    "--nnodes": "a model is spread over the GPUs of one machine",
-    "--pipeline-parallel-size": _PIPELINE,
-    "--pp": _PIPELINE,
-    "--pp-size": _PIPELINE,
-    "--preload-adapter-ids": _PRELOADED,
-    "--rope-scaling": "put it into config.json",
-    "--speculative-algorithm": _DRAFTS,
-    "--speculative-config": _DRAFTS,
-    "--ssl-certfile": "let a proxy in front of the server speak TLS",
-    "--ssl-keyfile": "let a proxy in front of the server speak TLS",
-    "--tokenizer": "the tokenizer beside the weights is used",
-    "--tokenizer-path": "the tokenizer beside the weights is used",
-    "-dp": _DATA_PARALLEL,
-    "-pp": _PIPELINE,
-}
-"""Flags of which something is lost, and what to do."""
-
-_SWITCHES = {
-    "--async-scheduling",
-    "--disable-cuda-graph",
-    "--disable-log-requests",
-    "--disable-log-stats",
-    "--disable-overlap-schedule",
-    "--disable-radix-cache",
-    "--enable-auto-tool-choice",
-    "--enable-chunked-prefill",
-    "--enable-lora",
-    "--enable-metrics",
-    "--enforce-eager",
-    "--no-enable-chunked-prefill",
-    "--trust-remote-code",
-}
-"""Those of the flags above that take no value."""
-
-_REPEATED = {"--api-key", "--served-model-name"}
-"""Flags that take several values, and that `weft serve` has once for each."""
-_LISTS = {
-    "--lora-modules",
-    "--lora-paths",
-    "--lora-target-modules",
-    "--preload-adapter-ids",
-    *_REPEATED,
-}
-"""Flags that take several values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,18 +203,18 @@ def _flags(words: list[str], options: Options) -> Iterator[tuple[str, list[str]]
         if equals:
             yield name, [value]
             continue
-        if name in _SWITCHES or options.takes_no_value(RENAMED.get(name, name)):
+        if name in SWITCHES or options.takes_no_value(RENAMED.get(name, name)):
             yield name, []
             continue
         is_unknown = name not in known and name not in options
-        takes_all = name in _LISTS or (is_unknown and (base_is_first or base_has_flag))
+        takes_all = name in LISTS or (is_unknown and (base_is_first or base_has_flag))
         values: list[str] = []
         while at < len(words) and not re.match(r"--?[A-Za-z]", words[at]):
             values.append(words[at])
             at += 1
             if not takes_all:
                 break
-        if name in _REPEATED and values:
+        if name in REPEATED and values:
             yield from ((name, [value]) for value in values)
         else:
             yield name, values
@@ -359,10 +223,16 @@ def _flags(words: list[str], options: Options) -> Iterator[tuple[str, list[str]]
 def _translate(found: Translation, name: str, values: list[str], options: Options) -> None:
     own = RENAMED.get(name, name)
     shown = shlex.join([name, *values])
+    if name == "--allowed-origins":  # a list of JSON in vLLM
+        values = [origin for value in values for origin in _items(value)]
+        if len(values) > 1:
+            for value in values:
+                _translate(found, name, [value], options)
+            return
     if name == "--lora-paths":  # one without a name is called by its path
         values = [_named(found, value) for value in values]
     if own in STATED and values and values[0] in STATED[own]:
-        found.left_out[shown] = "the checkpoint itself says it"
+        found.left_out[shown] = "that is so without it"
     elif name in NEEDLESS:
         found.left_out[shown] = NEEDLESS[name]
     elif name in MISSING:
@@ -375,6 +245,15 @@ def _translate(found: Translation, name: str, values: list[str], options: Option
         found.missing[shown] = trouble
     else:
         found.args.extend([own, *values])
+
+
+def _items(value: str) -> list[str]:
+    """The texts of a JSON list; any other value is one text."""
+    try:
+        items = json.loads(value)
+    except ValueError:
+        return [value]
+    return [str(item) for item in items] if isinstance(items, list) else [value]
 
 
 def _named(found: Translation, adapter: str) -> str:
