@@ -654,7 +654,7 @@ def test_dummy_weights(make_llm: MakeLLM, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("max_modellen", "did you mean 'max_model_len'"), ("enable_lora", "they are the flags of")],
+    [("max_modellen", "did you mean 'max_model_len'"), ("enable_lora", "options are the flags of")],
 )
 def test_an_option_that_is_not_there(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"there is no option '{name}'; {hint}"):

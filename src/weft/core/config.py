@@ -255,7 +255,7 @@ def engine_args(model: str, **options: object) -> EngineArgs:
     if given:
         name = min(given)
         like = get_close_matches(name, known, 1, 0.75)
-        hint = f"did you mean {like[0]!r}?" if like else "they are the flags of `weft serve`"
+        hint = f"did you mean {like[0]!r}?" if like else "options are the flags of `weft serve`"
         raise ConfigError(f"there is no option {name!r}; {hint}", name)
     return EngineArgs(num_threads=num_threads, **parts)  # type: ignore[arg-type]
 
