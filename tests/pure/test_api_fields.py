@@ -243,7 +243,12 @@ FORMS = [
     ),
     (
         "structured_outputs",
-        {"regex": "a+", "disable_fallback": False, "disable_any_whitespace": True},
+        {
+            "regex": "a+",
+            "disable_fallback": False,
+            "disable_any_whitespace": True,
+            "disable_additional_properties": False,
+        },
         StructuredOutputs(regex="a+"),
     ),
     ("guided_regex", "a+", StructuredOutputs(regex="a+")),

@@ -352,6 +352,8 @@ class StructuredBody(ClosedBody):
     disable_any_whitespace: bool | None = None
     """These two are accepted and change nothing: there is no fallback, and JSON is always written
     without white space between its parts."""
+    disable_additional_properties: Literal[False] | None = None
+    """A schema says for itself which properties an object may have."""
 
     def to_structured(self) -> StructuredOutputs:
         return StructuredOutputs(
