@@ -97,7 +97,12 @@ from weft.kernels.lora import LoraStep
 from weft.kernels.ops import Ops
 from weft.models.blueprint import num_parameters, target_table
 from weft.models.builder import LayerBuilder
-from weft.models.config import ModelConfig, load_model_config, resolve_model
+from weft.models.config import (
+    ModelConfig,
+    load_model_config,
+    resolve_model,
+    sampling_defaults,
+)
 from weft.models.decoder import Decoder, StepContext, allocate_kv_cache, kv_bytes_per_block
 from weft.models.families import FAMILIES, OTHERS
 from weft.models.fields import READ, WITHOUT_EFFECT, check_fields
@@ -1875,6 +1880,21 @@ def test_eos_ids_that_are_none_are_refused(folder: Path, stated: object) -> None
     with pytest.raises(ConfigError) as caught:
         load_model_config(folder)
     assert caught.value.param == "eos_token_id"
+
+
+def test_how_the_makers_of_a_model_sample(folder: Path) -> None:
+    assert sampling_defaults(folder) == {}
+    stated = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "eos_token_id": 2}
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    assert sampling_defaults(folder) == {"temperature": 0.6, "top_k": 20}
+
+
+@pytest.mark.parametrize(("field", "value"), [("temperature", "hot"), ("top_p", 2), ("top_k", [])])
+def test_a_wrong_way_to_sample_is_refused(folder: Path, field: str, value: object) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({field: value}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json") as caught:
+        sampling_defaults(folder)
+    assert caught.value.param == field
 
 
 def change_weights(folder: Path, **changes: torch.Tensor | None) -> None:

@@ -18,7 +18,7 @@ from weft.core.errors import ConfigError
 from weft.kernels.delta import StateCache
 from weft.models.blueprint import model_shard
 from weft.models.config import ModelConfig, load_model_config
-from weft.models.decoder import allocate_kv_cache, state_bytes
+from weft.models.decoder import allocate_kv_cache, kv_bytes_per_block, state_bytes
 from weft.models.families import LinearConfig
 from weft.models.loading import dummy_weights
 from weft.models.share import share_of
@@ -219,6 +219,21 @@ def test_recurrent_states_take_memory_too(monkeypatch: pytest.MonkeyPatch) -> No
     num_states += memory.count_snapshots(*of_model, left)
     blocks = memory.count_blocks(*of_model, GPU, num_states)
     assert blocks * args.cache.block_size == found.kv_tokens
+
+
+@pytest.mark.parametrize("layers", [None, LinearConfig((True, False), 2, 4, 8, 8, 4)])
+def test_a_kv_cache_of_the_size_that_was_asked_for(layers: LinearConfig | None) -> None:
+    """On a GPU as on a CPU; what states take comes beside it."""
+    plain, args = model("tiny", dtype="bfloat16", max_num_seqs=8, kv_cache_memory=64 << 20)
+    config = replace(plain, num_layers=2, ropes=plain.ropes[:2], linear=layers)
+    block = kv_bytes_per_block(config, args.cache.block_size, torch.bfloat16)
+    for device in (GPU, torch.device("cpu")):
+        assert (
+            memory.count_blocks(args.cache, config, torch.bfloat16, device, 9)
+            == (64 << 20) // block
+        )
+    found = RankPlan(config, args, 1).memory(TOTAL, 1, 0)
+    assert found.kv_tokens == (64 << 20) // block * args.cache.block_size
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])

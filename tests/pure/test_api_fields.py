@@ -35,6 +35,18 @@ def ids(text: str) -> list[int]:
     return byte_level().encode(text, add_special_tokens=False)
 
 
+async def test_the_models_own_way_to_sample_is_the_default(tmp_path: Path) -> None:
+    world = World(tmp_path, byte_level(), sampling_defaults={"temperature": 0.6, "top_k": 20})
+    web = Web(world)
+    await web.complete()
+    await web.chat(temperature=0, top_k=None)
+    await web.post("/v1/messages", {"model": "base", "max_tokens": 5, "messages": HI, "top_k": 3})
+    shown = (await web.post("/v1/responses", {"model": "base", "input": HI, "top_p": 0.9})).json()
+    asked = [(r.params.temperature, r.params.top_k, r.params.top_p) for r in world.engine.requests]
+    assert asked == [(0.6, 20, 1.0), (0, 20, 1.0), (0.6, 3, 1.0), (0.6, 20, 0.9)]
+    assert (shown["temperature"], shown["top_p"]) == (0.6, 0.9)
+
+
 async def test_sampling_fields_reach_the_engine(web: Web, world: World) -> None:
     fields: dict[str, Any] = {
         "min_p": 0.25,

@@ -72,8 +72,8 @@ def options() -> Options:
             "m --lora-modules x=./x --block-size 16",
         ),
         (
-            "uv run --with vllm vllm serve m --quantization awq --kv-cache-dtype auto --port 1",
-            "m --port 1",
+            "uv run --with vllm vllm serve m --quantization awq --kv-cache-memory-bytes 8G",
+            "m --kv-cache-memory 8G",
         ),
         ("cd /srv && nohup vllm serve m --port 1 > vllm.log 2>&1 &", "m --port 1"),
         ("python -m sglang.launch_server --model-path m 2>errors.log; echo done", "m"),
@@ -99,11 +99,12 @@ def options() -> Options:
         ),
         (
             """vllm serve m --generation-config vllm --allowed-origins '["http://a","http://b"]'""",
-            "m --allowed-origins http://a --allowed-origins http://b",
+            "m --generation-config none --allowed-origins http://a --allowed-origins http://b",
         ),
         (
-            "sglang serve --model-path m --enable-deterministic-inference --is-embedding",
-            "m --deterministic",
+            "sglang serve --model-path m --enable-deterministic-inference --is-embedding"
+            " --sampling-defaults openai",
+            "m --deterministic --generation-config none",
         ),
     ],
 )
@@ -116,7 +117,7 @@ def test_commands_of_other_servers(command: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "shown", "told"),
     [
-        ("--generation-config auto --port 1", "--generation-config auto", "temperature 1"),
+        ("--generation-config ./mine --port 1", "--generation-config ./mine", "not one of"),
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2", "--tensor-parallel-size"),
         ("--quantization modelopt --port 1", "--quantization modelopt", "modelopt"),
         ("--no-such-sizes 1 2 4 --port 1", "--no-such-sizes 1 2 4", "does not know"),

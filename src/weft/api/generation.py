@@ -78,13 +78,16 @@ def usage(
 
 
 def sampling(
+    defaults: Mapping[str, float],
     body: GenerationBody,
     max_tokens: int | None,
     logprobs: int | None,
     form: StructuredOutputs | None,
 ) -> SamplingParams:
-    """The sampling parameters that a body asks for. Raises InvalidRequest naming the field."""
-    given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
+    """The sampling parameters that a body asks for, or `defaults` where it does not say. Raises
+    InvalidRequest naming the field."""
+    given: dict[str, Any] = {**defaults}
+    given |= {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
     given |= {
         "max_tokens": max_tokens,
         "logit_bias": {_token_id(key): bias for key, bias in (body.logit_bias or {}).items()},

@@ -90,6 +90,7 @@ class Turn:
         self._tools = self._callable_tools()
         wanted = body.max_completion_tokens
         params = sampling(
+            self._service.settings.sampling_defaults,
             body,
             body.max_tokens if wanted is None else wanted,
             (body.top_logprobs or 0) if body.logprobs else None,

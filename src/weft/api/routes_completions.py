@@ -114,11 +114,12 @@ class _Completion:
     async def _requests(self, form: StructuredOutputs | None) -> list[EngineRequest]:
         body = self._body
         self._num_choices = num_choices(self._service, body)
-        default = self._service.settings.default_max_tokens
+        settings = self._service.settings
+        default = settings.default_max_tokens
         max_tokens = default if body.max_tokens is None else body.max_tokens
         if max_tokens == 0 and not body.echo:
             raise InvalidRequest("max_tokens 0 needs echo: true", "max_tokens")
-        params = sampling(body, max_tokens or 1, body.logprobs, form)
+        params = sampling(settings.sampling_defaults, body, max_tokens or 1, body.logprobs, form)
         if body.echo and body.logprobs is not None:
             asked = max(body.logprobs, body.prompt_logprobs or 0)
             params = replace(params, prompt_logprobs=asked)

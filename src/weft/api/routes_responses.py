@@ -174,7 +174,7 @@ class _Response:
 
     def _response(self, status: str) -> dict[str, Any]:
         """The response before it has any output: what was asked for, with its defaults."""
-        body = self._body
+        body, params = self._body, self._turn.requests[0].params
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
         choice = body.tool_choice or "auto"
         return {
@@ -195,11 +195,11 @@ class _Response:
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": self._chat.reasoning_effort, "summary": None},
             "store": self._keep is not None,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": params.temperature,
             "text": text or {"format": {"type": "text"}},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools or ()],
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": params.top_p,
             "top_logprobs": body.top_logprobs or 0,
             "truncation": body.truncation or "disabled",
             "usage": None,

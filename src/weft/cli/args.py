@@ -91,6 +91,9 @@ _HELP = {
     "--reasoning-parser": "How the model marks its reasoning, so that it is kept apart from the"
     " answer. auto: recognise it by the chat template. none: leave it in the answer. Others:"
     f" {names_of(ReasoningParser)}. think is <think> and </think>.",
+    "--generation-config": "What requests get that do not say how to sample. auto: the temperature,"
+    " top_k, top_p, min_p and repetition_penalty of the model's generation_config.json, if it has"
+    " them. none: the API's defaults.",
     "--shutdown-timeout": "On shutdown, wait this long for open requests to finish.",
     "--watchdog-timeout": "Restart the engine if one step takes longer than this, because it"
     " hangs. 0: never.",
@@ -170,6 +173,7 @@ class ServeFlags:
     ] = None
     tool_call_parser: Annotated[ToolCallParser, _flag("--tool-call-parser", "FORMAT")] = "auto"
     reasoning_parser: Annotated[ReasoningParser, _flag("--reasoning-parser", "FORMAT")] = "auto"
+    generation_config: Annotated[Literal["auto", "none"], _flag("--generation-config")] = "auto"
     shutdown_timeout: Annotated[int, _flag("--shutdown-timeout", "SECONDS", min=0)] = 20
     watchdog_timeout: Annotated[float, _flag("--watchdog-timeout", "SECONDS", min=0)] = 300
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _flag("--log-level")] = (

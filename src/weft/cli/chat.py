@@ -42,7 +42,7 @@ def chat(
         float | None,
         typer.Option(
             metavar="T",
-            help="Sampling temperature. 0: always the most likely token. Default: 1.",
+            help="Sampling temperature. 0: always the most likely token. Default: the server's.",
             min=0,
             max=100,
         ),

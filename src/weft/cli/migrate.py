@@ -23,6 +23,7 @@ from weft.cli.other_flags import (
     REPEATED,
     STATED,
     SWITCHES,
+    VALUES,
 )
 from weft.cli.other_servers import SERVERS, VARIABLES, ServerCommand, server_command
 from weft.core.errors import ConfigError, WeftError
@@ -223,6 +224,7 @@ def _flags(words: list[str], options: Options) -> Iterator[tuple[str, list[str]]
 def _translate(found: Translation, name: str, values: list[str], options: Options) -> None:
     own = RENAMED.get(name, name)
     shown = shlex.join([name, *values])
+    values = [VALUES.get((own, value), value) for value in values]
     if name == "--allowed-origins":  # a list of JSON in vLLM
         values = [origin for value in values for origin in _items(value)]
         if len(values) > 1:

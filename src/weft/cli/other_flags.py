@@ -14,6 +14,7 @@ RENAMED = {
     "--disable-radix-cache": "--no-enable-prefix-caching",
     "--enable-deterministic-inference": "--deterministic",
     "--hostname": "--host",
+    "--kv-cache-memory-bytes": "--kv-cache-memory",
     "--lora-extra-vocab-size": "--max-added-tokens",
     "--lora-paths": "--lora-modules",
     "--max-active-adapters": "--max-loras",
@@ -24,6 +25,7 @@ RENAMED = {
     "--num-shard": "--tensor-parallel-size",
     "--page-size": "--block-size",
     "--quantize": "--quantization",
+    "--sampling-defaults": "--generation-config",
     "--tp": "--tensor-parallel-size",
     "--tp-size": "--tensor-parallel-size",
     "-p": "--port",
@@ -94,9 +96,16 @@ NEEDLESS = {
 }
 """Flags that are left out, and why nothing is lost."""
 
+VALUES = {
+    ("--generation-config", "model"): "auto",
+    ("--generation-config", "openai"): "none",
+    ("--generation-config", "vllm"): "none",
+}
+"""What the values of flags are called here."""
+
 STATED = {
     "--chunked-prefill": ("true",),
-    "--generation-config": ("vllm",),
+    "--generation-config": ("auto",),
     "--kv-cache-dtype": ("auto",),
     "--load-format": ("safetensors",),
     "--logprobs-mode": ("raw_logprobs",),
@@ -130,10 +139,6 @@ _DRAFTS = (
 _PRELOADED = "name each adapter as NAME=PATH in --lora-modules"
 _IMAGES = "images are not served; the text part of such a model is"
 _ORIGINS = "--allowed-origins alone says which web pages may call the server"
-_SAMPLING = (
-    "a request that does not say how to sample gets the API's defaults (temperature 1), whatever"
-    " generation_config.json says"
-)
 MISSING = {
     "--adapter-cycle-time-s": "--max-adapter-wait bounds how long a request waits for its adapter",
     "--adapter-id": _PRELOADED,
@@ -154,13 +159,10 @@ MISSING = {
     "--enable-server-load-tracking": "/metrics says how many requests run and wait",
     "--enable-sleep-mode": "end a server that is to free its GPU",
     "--enable-tower-connector-lora": _IMAGES,
-    "--generation-config": _SAMPLING,
     "--hf-overrides": "put the changed config.json beside the weights",
     "--hf-token": "give it as HF_TOKEN in the environment",
     "--json-output": "--log-format json writes the log as JSON",
     "--kv-cache-dtype": "the KV cache has the precision of the model",
-    "--kv-cache-memory-bytes": "--gpu-memory-utilization bounds the memory of a GPU, and"
-    " --num-gpu-blocks-override the cache",
     "--kv-transfer-config": "prompts and answers are computed by the same server",
     "--limit-mm-per-prompt": _IMAGES,
     "--long-lora-scaling-factors": "adapters for longer contexts than the base's are not served",
@@ -175,7 +177,8 @@ MISSING = {
     "--mm-processor-kwargs": _IMAGES,
     "--nnodes": "a model is spread over the GPUs of one machine",
     "--otlp-traces-endpoint": "--otlp-endpoint takes the collector's address for HTTP",
-    "--override-generation-config": _SAMPLING,
+    "--override-generation-config": "a request says how it is sampled, or generation_config.json in"
+    " the model's folder does",
     "--pipeline-parallel-size": _PIPELINE,
     "--pp": _PIPELINE,
     "--pp-size": _PIPELINE,
@@ -184,7 +187,6 @@ MISSING = {
     "--root-path": "let the proxy in front of the server remove that part of the path",
     "--rope-scaling": "put it into config.json",
     "--rope-theta": "put it into config.json",
-    "--sampling-defaults": _SAMPLING,
     "--speculative-algorithm": _DRAFTS,
     "--speculative-config": _DRAFTS,
     "--speculative-tokens": _DRAFTS,

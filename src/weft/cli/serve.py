@@ -35,7 +35,7 @@ from weft.core.processes import freeze_heap, leave_out_torch
 from weft.core.tenants import Tenant
 from weft.fleet.supervisor import Supervisor
 from weft.metrics.logs import configure_logging
-from weft.models.config import load_model_config, resolve_model
+from weft.models.config import load_model_config, resolve_model, sampling_defaults
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.registry.allowed import Allowed
 from weft.registry.blobs import Blobs
@@ -197,12 +197,13 @@ async def _start_and_serve(
             await engine.set_tenants(list(start.api.tenants.values()))
         await start.access.tell(engine)
         rule = await asyncio.to_thread(_embedding_rule, start.engine.model)
+        defaults = await asyncio.to_thread(_sampling_defaults, start)
         app = create_app(
             engine,
             registry,
             tokenizers,
             Sources(start.roots, start.allowed, contents, start.flags.max_adapter_size),
-            replace(start.api, embedding=rule),
+            replace(start.api, embedding=rule, sampling_defaults=defaults),
             traces=traces,
             tenants=start.access.tenants,
             audit=start.access.audit,
@@ -310,6 +311,18 @@ async def _load(
 def _embedding_rule(model: ModelArgs) -> EmbeddingRule:
     """How the model's folder wants vectors to be made."""
     return embedding_rule(resolve_model(model.model, model.revision, weights=False))
+
+
+def _sampling_defaults(start: _Start) -> dict[str, float]:
+    """What requests get that do not say how to sample, if not the API's defaults."""
+    if start.flags.generation_config == "none":
+        return {}
+    defaults = sampling_defaults(start.engine.model.model, start.engine.model.revision)
+    if defaults:
+        told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        message = "requests that do not say how to sample get what generation_config.json says: %s"
+        logger.info(message, told)
+    return defaults
 
 
 async def _follow(start: _Start, shared: SharedRegistry, follower: Follower) -> None:

@@ -157,8 +157,9 @@ class CacheArgs:
 
     block_size: int = 16
     num_blocks: int | None = None
-    """None: what `gpu_memory_utilization` leaves on a GPU, `kv_cache_memory` on a CPU."""
-    kv_cache_memory: int = 1 << 30
+    """None: as many as `kv_cache_memory` has room for."""
+    kv_cache_memory: int | None = None
+    """None: what `gpu_memory_utilization` leaves on a GPU, 1 GiB on a CPU."""
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     snapshot_memory: int | None = None

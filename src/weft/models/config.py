@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import ConfigError
+from weft.core.errors import ConfigError, InvalidRequest
+from weft.core.sampling import SamplingParams
 from weft.models.families import FAMILIES, family_of
 from weft.models.family import (
     MLP_NAMES,
@@ -377,6 +378,23 @@ def _rope(parameters: RopeParameters, hf: Any, family: Family) -> RopeConfig:
 
 def _flag(hf: Any, value: bool | str) -> bool:
     return value if isinstance(value, bool) else bool(getattr(hf, value))
+
+
+_SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(path_or_id: str | Path, revision: str | None = None) -> dict[str, float]:
+    """How the makers of a model want tokens to be chosen: those fields of `SamplingParams` that
+    generation_config.json of a local folder or a hub id has. Raises ConfigError, naming the field.
+    """
+    path = resolve_model(path_or_id, revision, weights=False) / "generation_config.json"
+    raw = _read_json(path) if path.is_file() else {}
+    stated = {name: raw[name] for name in _SAMPLED_BY if raw.get(name) is not None}
+    try:
+        SamplingParams(**stated)
+    except InvalidRequest as error:
+        raise ConfigError(f"{path}: {error.message}", error.param) from error
+    return stated
 
 
 def _dtype(raw: dict[str, Any]) -> str:

@@ -130,8 +130,8 @@ HELP: dict[str, str] = {
     "block_size": "Tokens in one block of the KV cache.",
     "num_blocks": "The size of the KV cache in blocks, instead of --kv-cache-memory and"
     " --gpu-memory-utilization.",
-    "kv_cache_memory": "Memory for the KV cache on a CPU, such as 512M or 2G. On a GPU,"
-    " --gpu-memory-utilization decides instead.",
+    "kv_cache_memory": "Memory for the KV cache of each device, such as 512M or 20G. Default: what"
+    " --gpu-memory-utilization leaves on a GPU, and 1G on a CPU.",
     "gpu_memory_utilization": "The share of a GPU's memory to use, from 0 to 1.",
     "enable_prefix_caching": "Reuse the KV cache of prompts that begin alike.",
     "snapshot_memory": "For models with recurrent states, such as Qwen3.5 and LFM2: memory for"

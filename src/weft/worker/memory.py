@@ -28,8 +28,8 @@ ACTIVATION_BYTES = 2 << 30
 MADV_POPULATE_WRITE = 23
 """The advice with which `madvise` allocates all pages; Python has no name for it yet."""
 POPULATING_THREADS = 8
-CPU_ADAPTER_BYTES = 2 << 30
-"""The default size of adapter memory on a CPU."""
+CPU_ADAPTER_BYTES, CPU_CACHE_BYTES = 2 << 30, 1 << 30
+"""The default sizes of adapter memory and of the KV cache on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ def count_blocks(
     available = cache_bytes(args, config, dtype, device, num_states)
     blocks = available // kv_bytes_per_block(config, args.block_size, dtype)
     if blocks < 1:
-        flag = "gpu_memory_utilization" if device.type == "cuda" else "kv_cache_memory"
+        is_divided = device.type == "cuda" and args.kv_cache_memory is None
+        flag = "gpu_memory_utilization" if is_divided else "kv_cache_memory"
         message = f"no memory is left for the KV cache; raise --{flag.replace('_', '-')}"
         raise ConfigError(message, flag)
     return blocks
@@ -93,9 +94,12 @@ def count_blocks(
 def cache_bytes(
     args: CacheArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device, num_states: int
 ) -> int:
-    """The bytes that are left for the KV cache beside `num_states` recurrent states."""
-    if device.type != "cuda":
+    """The bytes of the KV cache: those asked for, or what is left beside `num_states` recurrent
+    states."""
+    if args.kv_cache_memory is not None:
         return args.kv_cache_memory
+    if device.type != "cuda":
+        return CPU_CACHE_BYTES
     left = GpuMemory(total_bytes(device), free_bytes(device)).for_cache(args)
     return left - state_bytes(config, num_states, dtype)
 

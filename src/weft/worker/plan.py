@@ -100,8 +100,11 @@ class RankPlan:
         left = GpuMemory(total, gpu.free - adapters).for_cache(self._args.cache)
         num_states = count_states(self._share, self._args.scheduler.max_num_seqs)
         left -= state_bytes(self._share, num_states, self._dtype)
+        if (asked := self._args.cache.kv_cache_memory) is not None:
+            left = min(left, asked)
         num_snapshots = count_snapshots(self._args.cache, self._share, self._dtype, left)
-        left -= state_bytes(self._share, num_snapshots, self._dtype)
+        if asked is None:
+            left -= state_bytes(self._share, num_snapshots, self._dtype)
         block_size = self._args.cache.block_size
         blocks = left // kv_bytes_per_block(self._share, block_size, self._dtype)
         return RankMemory(self.size, weights, adapter, adapters, blocks * block_size)
