@@ -189,7 +189,7 @@ async def _start_and_serve(
     kept = cache_folder(lora.adapter_cache_dir)
     contents = Contents(kept, lora.adapter_cache_bytes, registry.digests)
     blobs = None if shared is None else Blobs(shared.store, contents)
-    engine, tokenizer = await _load(start, contents, blobs)
+    engine, tokenizer, defaults = await _load(start, contents, blobs)
     fleet = None if isinstance(engine, Supervisor) else engine
     tokenizers = AdapterTokenizers(tokenizer, start.flags.adapter_templates == "off")
     try:
@@ -197,7 +197,6 @@ async def _start_and_serve(
             await engine.set_tenants(list(start.api.tenants.values()))
         await start.access.tell(engine)
         rule = await asyncio.to_thread(_embedding_rule, start.engine.model)
-        defaults = await asyncio.to_thread(_sampling_defaults, start)
         app = create_app(
             engine,
             registry,
@@ -285,8 +284,9 @@ def _on_signals(call: Callable[[], object]) -> None:
 
 async def _load(
     start: _Start, contents: Contents, blobs: Blobs | None
-) -> tuple[Supervisor | FleetClient, Tokenizer | None]:
-    """The engine's process and the tokenizer, which load side by side."""
+) -> tuple[Supervisor | FleetClient, Tokenizer | None, dict[str, float]]:
+    """The engine's process and the tokenizer, which load side by side, and how requests are sampled
+    that do not say it."""
     model = start.engine.model
     await asyncio.to_thread(resolve_model, model.model, model.revision, weights=False)
     logger.info("start: loading %s", model.model)
@@ -297,10 +297,11 @@ async def _load(
     try:
         config = await asyncio.to_thread(load_model_config, model.model, model.revision)
         config.check_context(model.max_model_len)  # the engine's process imports torch before that
+        defaults = await asyncio.to_thread(_sampling_defaults, start)
         tokenizer = None
         if not start.flags.skip_tokenizer_init:
             tokenizer = await asyncio.to_thread(load_tokenizer, model.model, model.revision)
-        return await engine, tokenizer
+        return await engine, tokenizer, defaults
     except BaseException:
         engine.cancel()
         with contextlib.suppress(asyncio.CancelledError, WeftError):
