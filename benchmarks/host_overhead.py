@@ -84,7 +84,7 @@ class Bench:
         packed(StepOrder.after(self._newest, inputs))
         self._newest = inputs
         self.order_s.append(time.perf_counter() - marks[-1])
-        result = StepResult([[5] for n in plan.num_samples if n])
+        result = StepResult([5 for n in plan.num_samples if n])
         launched = marks[-1] - time.perf_counter()
         self.scheduler.commit(plan, result)
         marks.append(time.perf_counter() + launched)
@@ -111,7 +111,7 @@ class Hit:
         marks.append(time.perf_counter())
         self._rows.build(plan)
         marks.append(time.perf_counter())
-        [event] = self._scheduler.commit(plan, StepResult([[5]]))
+        [event] = self._scheduler.commit(plan, StepResult([5]))
         for part, start, stop in zip(self.seconds.values(), marks, marks[1:], strict=False):
             part.append(stop - start)
         return event.num_cached_tokens

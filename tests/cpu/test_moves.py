@@ -208,7 +208,7 @@ class Traffic:
     def step(self) -> None:
         for report in self.engine.step():
             if isinstance(report, Tokens):
-                for event in report.events:
+                for event in report:
                     self.events[event.request_id].append(event)
             elif isinstance(report, Reply):
                 assert report.error is None

@@ -28,7 +28,7 @@ from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterSource, WeightedAdapter
 from weft.core.config import engine_args
 from weft.core.errors import AdapterQuarantined
-from weft.core.messages import Hold, Reply
+from weft.core.messages import Hold, Reply, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stages import Stages
 from weft.core.stats import CheckResult, EngineStats
@@ -403,7 +403,7 @@ def finish(llm: LLM, requests: dict[str, str | None]) -> dict[str, TokenEvent]:
         ended |= {request_id: refused} if refused else {}
     while len(ended) < len(requests):
         for report in llm._client.engine.step():
-            events = getattr(report, "events", ())
+            events = report if isinstance(report, Tokens) else ()
             ended |= {e.request_id: e for e in events if e.finish_reason is not None}
     llm._client.engine.check()
     return ended
@@ -497,7 +497,7 @@ def test_steps_go_on_beside_checks(llm: LLM) -> None:
                 if isinstance(report, Reply):
                     assert report.info is not None, report.error
                     ended[report.call_id] = report.info.digest
-                for event in getattr(report, "events", ()):
+                for event in report if isinstance(report, Tokens) else ():
                     answers[event.request_id] += event.token_ids
                     if event.finish_reason:
                         del wanted[event.request_id]

@@ -40,7 +40,7 @@ from weft.core.errors import (
     WeftError,
     from_wire,
 )
-from weft.core.messages import Submit
+from weft.core.messages import Submit, Tokens
 from weft.core.requests import EngineRequest
 from weft.core.targets import Extras, ImageLayout, layout_of
 from weft.engine import adapters
@@ -735,11 +735,11 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
             settle([event] if (event := engine.abort(rng.choice(sorted(open_ids)))) else [])
         else:
             for report in engine.step():
-                settle(getattr(report, "events", ()))
+                settle(report if isinstance(report, Tokens) else ())
         engine.check()
     while open_ids:
         for report in engine.step():
-            settle(getattr(report, "events", ()))
+            settle(report if isinstance(report, Tokens) else ())
     for ref in refs.values():
         engine.release(ref.digest, ref.name)
     while engine.step() or engine.working or engine._residency._loading:

@@ -269,7 +269,7 @@ def test_a_flood_keeps_nobody_else_waiting_for_a_seat() -> None:
         dispatch = client.dispatch
 
         def noted(report: Report) -> None:
-            events = report.events if isinstance(report, Tokens) else []
+            events = [*report] if isinstance(report, Tokens) else []
             ids = [event.request_id for event in events if event.finish_reason is not None]
             ended.extend(client._streams[each].request.tenant for each in ids)
             dispatch(report)

@@ -97,7 +97,7 @@ def play(
             num_seqs = len(plan.rows) - plan.num_guesses
             took = noise() * times.of_step(num_seqs, plan.num_guesses)
             device = max(device, host) + took
-            flights.append((plan, StepResult([[token] for token in tokens]), device))
+            flights.append((plan, StepResult(tokens), device))
         while len(flights) > (0 if plan.empty else 1):
             planned, result, end = flights.popleft()
             host = max(host, end)

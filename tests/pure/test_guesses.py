@@ -90,7 +90,7 @@ class Device:
         lags, snapshots = dict(plan.lags), dict(plan.snapshots)
         self.states.last = -1, 0
         fed = {(row, position): token for row, position, token in plan.fed}
-        tokens: list[list[int]] = []
+        tokens: list[int] = []
         before = dict(self.last)
         entries = zip(plan.rows, plan.starts, plan.counts, plan.num_samples, strict=True)
         for row, start, count, num in entries:
@@ -109,8 +109,8 @@ class Device:
                 if state in snapshots:
                     self.states.held[snapshots.pop(state)] = list(read)
             if num:
-                tokens.append([text[end] if right else VOID])
-                self.last[row] = tokens[-1][0]
+                tokens.append(text[end] if right else VOID)
+                self.last[row] = tokens[-1]
         assert not lags and not snapshots
         drafts = {entry: self.drafts(plan, entry, places) for entry, places in plan.drafted}
         return StepResult(tokens, drafts=drafts)
@@ -351,7 +351,7 @@ def test_some_requests_are_not_guessed_at(options: dict[str, object]) -> None:
     scheduler.add(EngineRequest("r", [1, 2, 3] * 4, params, seed=0))
     if params.structured_outputs is None:
         plan = scheduler.plan(0.0)
-        scheduler.commit(plan, StepResult([[1]]))
+        scheduler.commit(plan, StepResult([1]))
         assert scheduler.plan(1.0).fed == []
 
 

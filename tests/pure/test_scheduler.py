@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -171,7 +172,7 @@ class Harness:
             self.step_loaded()
             assert self.steps < max_steps, "no progress"
 
-    def _take(self, events: list[TokenEvent | None] | list[TokenEvent]) -> None:
+    def _take(self, events: Iterable[TokenEvent | None]) -> None:
         for event in events:
             if event is not None:
                 ended = self.events[event.request_id]

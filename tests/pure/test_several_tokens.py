@@ -43,15 +43,14 @@ class SeveralAtOnce(Scheduler):
                 while seq.known + count - 1 > len(seq.holding.blocks) * BLOCK:
                     if not self.batch.grow(seq, draft):
                         return
+                seq.look_at()
                 draft.sequences.append(seq)
-                draft.rows.append(seq.row)
                 draft.starts.append(seq.computed)
                 draft.counts.append(count)
                 draft.num_samples.append(count)
                 draft.num_left -= count
                 seq.computed += count
                 seq.known += count
-                seq.in_flight += 1
 
 
 class Refusing:
@@ -100,19 +99,20 @@ def play(
     for now in range(2000):
         plan = scheduler.plan(float(now))
         rows.update({a.row: a.request_id for a in plan.admitted})
-        tokens = []
+        tokens: list[int] = []
         entries = zip(plan.rows, plan.starts, plan.counts, plan.num_samples, strict=True)
         for row, start, count, n in entries:
             end = start + count + 1 - prompts[rows[row]]
-            tokens += [yields[rows[row]][end - n : end]] if n else []
-        logprobs = [[TokenLogprob(float(t), 1, []) for t in new] for new in tokens]
+            tokens += yields[rows[row]][end - n : end]
+        logprobs = [TokenLogprob(float(token), 1, []) for token in tokens]
         prompt_logprobs = {
             i: [TokenLogprob(0.0, 2, [])] * min(count, prompts[rows[row]] - 1 - start)
             for i, (row, start, count) in enumerate(
                 zip(plan.rows, plan.starts, plan.counts, strict=True)
             )
         }
-        flights.append((plan, StepResult(tokens, [*logprobs], prompt_logprobs)))
+        if not plan.empty:
+            flights.append((plan, StepResult(tokens, [*logprobs], prompt_logprobs)))
         while len(flights) > (0 if plan.empty else ahead):
             for event in scheduler.commit(*flights.popleft()):
                 events[event.request_id].append(event)

@@ -8,6 +8,7 @@ from engines import MakeLLM
 from tiny import ADAPTERS, BASE, ask
 
 from weft import LLM, SamplingParams
+from weft.core.messages import Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.text import load_tokenizer
 
@@ -18,7 +19,7 @@ def run(llm: LLM, requests: list[EngineRequest]) -> dict[str, list[TokenEvent]]:
         assert llm._client.engine.submit(request) is None
     while not all(found and found[-1].finish_reason for found in events.values()):
         for report in llm._client.engine.step():
-            for event in getattr(report, "events", ()):
+            for event in report if isinstance(report, Tokens) else ():
                 events[event.request_id].append(event)
     llm._client.engine.scheduler.check()
     return events

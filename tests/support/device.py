@@ -157,7 +157,7 @@ class Device:
             tokens.append(token)
         self._check_segments(inputs)
         return StepResult(
-            [[tokens[i]] for i in inputs.plan_order_N.tolist()],
+            [tokens[i] for i in inputs.plan_order_N.tolist()],
             prompt_logprobs=self._prompt_logprobs(inputs),
             vectors={
                 rows.entry: np.float32([sum(self._wanted(inputs, t) for t in range(*rows[1:]))])

@@ -88,9 +88,7 @@ class CoastingScheduler(Scheduler):
         self._plan_decodes(draft)
         self._plan_chunks(draft, False)
         self._plan_waiting(draft, False)
-        if draft.rows:
-            self._planned[draft.step] = draft.sequences
-        return draft.plan(self._turns.end())
+        return self.batch.launch(draft, self._turns.end())
 
     def _plan_decodes(self, draft: Draft, resting: frozenset[Account] = frozenset()) -> None:
         for seq in self._grounded:
@@ -133,9 +131,10 @@ class CoastingScheduler(Scheduler):
         self._passed += 1
         events: list[TokenEvent] = []
         if plan is not None and plan.rows:
-            planned = zip(self._planned[plan.step], plan.num_samples, strict=True)
-            tokens = [[seq.tokens[-1]] for seq, samples in planned if samples]
-            events = self.commit(plan, StepResult(tokens))
+            sequences = self.batch.flights[plan.step].sequences
+            planned = zip(sequences, plan.num_samples, strict=True)
+            tokens = [seq.tokens[-1] for seq, samples in planned if samples]
+            events += self.commit(plan, StepResult(tokens))
         while self._ends and self._ends[0][0] <= self._passed:
             entry = heapq.heappop(self._ends)
             if self._is_due(*entry):

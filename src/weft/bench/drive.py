@@ -134,7 +134,7 @@ class Driver:
     def _events(self, wake_s: float) -> Iterator[TokenEvent]:
         for report in self._step(wake_s):
             if isinstance(report, Tokens):
-                yield from report.events
+                yield from report
 
     def _step(self, wake_s: float) -> list[Report]:
         reports = self.engine.step()

@@ -199,7 +199,7 @@ class _Simulator:
         self._now += self._model.seconds_of_step(plan.num_tokens, num_adapters)
         moved = sum(move.size for load in plan.loads for move in load.moves)
         self._now += moved * ELEMENT_BYTES / self._model.move_bytes_per_s
-        for event in self._scheduler.commit(plan, StepResult([[0]] * sum(plan.num_samples))):
+        for event in self._scheduler.commit(plan, StepResult([0] * sum(plan.num_samples))):
             self._replay.output_tokens += len(event.token_ids)
             tenant = self._asks[int(event.request_id)].tenant
             self._fairness.serve(tenant, len(event.token_ids))

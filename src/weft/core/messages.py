@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.load import EngineLoad
-from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.requests import EngineRequest, FollowingTokens, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Tenant
 
@@ -91,7 +91,19 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
+    """Events of requests; iterating yields them all. No request is both in `events` and in
+    `following`."""
+
     events: list[TokenEvent]
+    following: FollowingTokens | None = None
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        yield from self.events
+        if self.following is not None:
+            yield from self.following.events
+
+    def __bool__(self) -> bool:
+        return bool(self.events) or self.following is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,12 +217,9 @@ class Engine:
     # -- steps ---------------------------------------------------------------------------------
 
     def step(self) -> list[Report]:
-        events = self._loop.step()
+        tokens = self._loop.step()
         self._adapters.forget_drained()
-        reports: list[Report] = [*self._adapters.take_replies()]
-        if events:
-            reports.append(Tokens(events))
-        return reports
+        return [*self._adapters.take_replies(), *tokens]
 
     def stuck_s(self) -> dict[str, float]:
         """By name, how many seconds other parts than the step are stuck; see `Worker.stuck_s`."""

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from weft.core.errors import WeftError
+from weft.core.messages import Tokens
 from weft.core.requests import TokenEvent
 from weft.core.stats import Times
 from weft.engine.catalog import LoadEnded
@@ -120,14 +121,14 @@ class Loop:
         self._ended_s = 0.0
         """When the last step ended, or, after a pause, when the first step began."""
 
-    def step(self) -> list[TokenEvent]:
-        """Run one step. Returns the events of the steps that have ended by now."""
+    def step(self) -> list[Tokens]:
+        """Run one step. Returns the tokens of the steps that have ended by now, in their order."""
         begun_s, waited_s = time.monotonic(), self._waited_s
         if self.idle:
             self._ended_s = begun_s
-        events = self._apply_loads() + self._apply_grammars()
+        tokens = [Tokens(self._apply_loads() + self._apply_grammars())]
         if self._flights and self._flights[-1][0].awaited:
-            events += self._land(0)
+            tokens += self._land(0)
         now = time.monotonic()
         plan = self._scheduler.plan(now)
         self._residency.start(plan.loads)
@@ -137,27 +138,29 @@ class Loop:
             self.steps += 1
             self._flights.append((plan, self._launch(plan)))
         ahead = 0 if plan.empty or self._scheduler.trials.groups else self._ahead
-        events += self._land(ahead)
-        self.idle = plan.empty and not self._flights and not events
-        events = self.queue_times.stamp(events)
+        tokens += self._land(ahead)
+        tokens = [each for each in tokens if each]
+        self.idle = plan.empty and not self._flights and not tokens
+        for each in tokens:  # those that follow are never the first ones
+            each.events[:] = self.queue_times.stamp(each.events)
         self.host_s += time.monotonic() - begun_s - (self._waited_s - waited_s)
-        return events
+        return tokens
 
-    def _land(self, ahead: int) -> list[TokenEvent]:
+    def _land(self, ahead: int) -> list[Tokens]:
         """Wait for all steps in flight except the last `ahead`, and commit them."""
-        events: list[TokenEvent] = []
+        tokens: list[Tokens] = []
         while len(self._flights) > ahead:
             planned, flight = self._flights.popleft()
             begun_s = time.monotonic()
             try:
                 result = flight.result()
             except Exception as error:
-                events += self._recover(planned, error)
+                tokens.append(Tokens(self._recover(planned, error)))
             else:
                 self._note_wait(begun_s, planned)
                 self._measure(planned)
-                events += self._scheduler.commit(planned, result)
-        return events
+                tokens.append(self._scheduler.commit(planned, result))
+        return tokens
 
     def spare_s(self, begins: bool) -> float:
         """For how many seconds the next step need not be planned yet, as a request of another

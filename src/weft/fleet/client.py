@@ -187,9 +187,9 @@ class LinkClient:
 
     def dispatch(self, report: Report) -> None:
         match report:
-            case Tokens(events):
+            case Tokens():
                 # First tokens first: these come in the middle of no answer.
-                for event in sorted(events, key=_is_later):
+                for event in sorted(report, key=_is_later):
                     reader = self._streams.get(event.request_id)
                     if reader is not None:
                         reader.put(event)

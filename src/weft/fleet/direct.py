@@ -149,7 +149,7 @@ class DirectClient:
     def _take(self, report: Report | None) -> None:
         if isinstance(report, Reply):
             self._replies[report.call_id] = report
-        for event in report.events if isinstance(report, Tokens) else ():
+        for event in report if isinstance(report, Tokens) else ():
             inbox = self._inboxes.get(event.request_id)
             if inbox is None:
                 continue

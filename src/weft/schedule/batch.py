@@ -13,7 +13,7 @@ computed again. When others need blocks, the youngest parked request loses its o
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from weft.core.units import SHORT
 from weft.schedule.cache import Cache
+from weft.schedule.guesses import Guesser
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import Admitted, StepPlan
 from weft.schedule.queue import Account, FairQueue
@@ -49,6 +50,16 @@ class ToldTokens(NamedTuple):
     drafted: list[tuple[int, int]]
 
 
+class Crew(NamedTuple):
+    """The requests of a step, one for each entry of its plan. Successive decodes of the same
+    requests share one."""
+
+    sequences: list[Sequence]
+    rows: list[int]
+    request_ids: list[str]
+    num_cached: list[int]
+
+
 class Draft:
     """The plan of one step while it is made. Its lists are those of `StepPlan`."""
 
@@ -58,7 +69,6 @@ class Draft:
         """Tokens that the step may still take."""
         self._max_num_seqs = limits.max_num_seqs
         self.sequences: list[Sequence] = []
-        self.rows: list[int] = []
         self.starts: list[int] = []
         self.counts: list[int] = []
         self.num_samples: list[int] = []
@@ -72,7 +82,7 @@ class Draft:
 
     @property
     def full(self) -> bool:
-        return not self.num_left or len(self.rows) == self._max_num_seqs
+        return not self.num_left or len(self.sequences) == self._max_num_seqs
 
     def cap(self, num_tokens: int) -> None:
         """Let the step take at most `num_tokens` further tokens."""
@@ -104,30 +114,40 @@ class Draft:
             and not end <= seq.adapter.active_from < seq.known
         )
 
-    def guess(self, seq: Sequence, most: int) -> None:
+    def decode(self, seq: Sequence, most_guesses: int) -> None:
+        """Plan one token of a sequence, which has a block for it, and guesses behind it. Its counts
+        are added when all decodes are planned."""
+        rules, known = seq.rules, seq.known
+        self.sequences.append(seq)
+        self.starts.append(seq.computed)
+        seq.computed, seq.known = known, known + 1
+        if rules.guesser is not None:
+            self._guess(seq, rules.guesser, most_guesses)
+        else:
+            seq.decodes_until = min(rules.known_limit, seq.holding.room + 1)
+
+    def _guess(self, seq: Sequence, guesser: Guesser, most: int) -> None:
         """Plan up to `most` guesses behind the decode of `seq` that was just planned, as far as its
         blocks have room. Nothing else of the sequence is planned until they are settled. If the
         model's own head drafts, have it draft for the next step."""
         tokens, rules, known = seq.tokens, seq.rules, seq.known - 1
-        assert rules.guesser is not None
         self._catch_up(seq)
         if known == len(tokens):
             self._told.fed.append((seq.row, known - 1, tokens[-1]))
-        if most > 0 and rules.guesser.takes_drafts and seq.known < rules.limit:
-            self._told.drafted.append((len(self.rows) - 1, seq.holding.room))
+        if most > 0 and guesser.takes_drafts and seq.known < rules.limit:
+            self._told.drafted.append((len(self.sequences) - 1, seq.holding.room))
         num = min(most, seq.holding.room - known, rules.limit - seq.known)
-        guesses = rules.guesser.guess(tokens, known - len(tokens), num) if num > 0 else []
+        guesses = guesser.guess(tokens, known - len(tokens), num) if num > 0 else []
         if not guesses:
             return
         num, rules.known_limit = len(guesses), 0
+        seq.look_at()
         places = range(known, known + num)
         self.sequences += [seq] * num
-        self.rows += [seq.row] * num
         self.starts += places
         self._told.fed.extend(zip([seq.row] * num, places, guesses, strict=True))
         self._num_guesses += num
         seq.computed, seq.known = known + num, known + num + 1
-        seq.in_flight += num
 
     def _catch_up(self, seq: Sequence) -> None:
         """Have this step bring a sequence's state up to date with the guesses that were right."""
@@ -139,20 +159,18 @@ class Draft:
         self._catch_up(seq)
         count = min(end - seq.computed, self.num_left)
         self.sequences.append(seq)
-        self.rows.append(seq.row)
         self.starts.append(seq.computed)
         self.counts.append(count)
         seq.computed += count
-        seq.in_flight += 1
         self.num_left -= count
         num_samples = int(seq.computed == seq.known)
         self.num_samples.append(num_samples)
         seq.known += num_samples
 
-    def plan(self, loads: list[Load]) -> StepPlan:
+    def plan(self, rows: list[int], loads: list[Load]) -> StepPlan:
         return StepPlan(
             self.step,
-            self.rows,
+            rows,
             self.starts,
             self.counts,
             self.num_samples,
@@ -188,6 +206,12 @@ class Batch:
         """How many running requests have a guesser."""
         self._parked: list[Sequence] = []
         """Waiting requests with blocks, in the order of their arrival."""
+        self.flights: dict[int, Crew] = {}
+        """The requests of the planned steps that are not committed, in the order of the steps."""
+        self._crew: Crew | None = None
+        """That of the last step, if no row was given back since."""
+        self._leaving: deque[tuple[int, Sequence]] = deque()
+        """Requests that lost their rows while steps were in flight, and the last of these."""
         self._charged_in = -1
         """The step in which the tenants' counters were last brought up to date."""
         self.totals = Totals()
@@ -295,13 +319,13 @@ class Batch:
         self.join(seq)
 
     def roll_back(self, planned: Iterable[Sequence], plan: StepPlan) -> list[Sequence]:
-        """Undo the plan of a step that failed: its sequences wait again. Returns each once."""
+        """Undo the plan of a step that failed and is not in flight any more: its sequences wait
+        again. Returns each once."""
         starts = plan.starts
         for _, number in plan.snapshots:
             self._cache.snapshot_ended(number, False)
         sequences: dict[Sequence, None] = {}
         for seq, start in zip(planned, starts, strict=True):
-            seq.in_flight -= 1
             seq.known, seq.computed = len(seq.tokens), min(seq.computed, start)
             sequences[seq] = None
         for seq in sequences:
@@ -309,21 +333,40 @@ class Batch:
                 seq.rules.settle_guesses()
             if seq.row >= 0:
                 self.park(seq)
-            elif seq.in_flight == 0:
-                self._turns.end_lease(seq.adapter)
             if seq.holding.state >= 0:
                 self._strip(seq)  # nobody knows what the step has made of its state
         return list(sequences)
 
-    def settle_guesses(self, seq: Sequence) -> None:
-        """Settle a request's guesses after their step: what is behind a wrong one is void."""
-        seq.known = len(seq.tokens)
-        seq.computed = min(seq.computed, seq.known - 1)
-        num, found = seq.rules.settle_guesses()
-        if seq.holding.state >= 0:
-            seq.holding.lag = found
-        self.totals.guessed_tokens += num
-        self.totals.right_guesses += found
+    def launch(self, draft: Draft, loads: list[Load]) -> StepPlan:
+        """The plan of a step, which is in flight from now on, unless it is empty."""
+        crew, sequences = self._crew, draft.sequences
+        if crew is None or crew.sequences != sequences:
+            each = [(seq.row, seq.request.request_id, seq.num_cached) for seq in sequences]
+            rows, ids, cached = map(list, zip(*each, strict=True)) if each else ([], [], [])
+            crew = self._crew = Crew(sequences, rows, ids, cached)
+        if sequences:
+            self.flights[draft.step] = crew
+        return draft.plan(crew.rows, loads)
+
+    def landed(self, step: int) -> None:
+        """The steps up to this one are in flight no more."""
+        while self._leaving and self._leaving[0][0] <= step:
+            _, seq = self._leaving.popleft()
+            seq.in_flight = False
+            self._turns.end_lease(seq.adapter)
+
+    def settle_guesses(self, planned: Iterable[Sequence]) -> None:
+        """Settle the guesses of a step after it: what is behind a wrong one is void."""
+        for seq in dict.fromkeys(planned):
+            if seq.rules.known_limit or seq.done:
+                continue
+            seq.known = len(seq.tokens)
+            seq.computed = min(seq.computed, seq.known - 1)
+            num, found = seq.rules.settle_guesses()
+            if seq.holding.state >= 0:
+                seq.holding.lag = found
+            self.totals.guessed_tokens += num
+            self.totals.right_guesses += found
 
     def remove(self, seq: Sequence) -> None:
         """Take out a request that has ended, running or waiting; not during a walk of the queue."""
@@ -366,13 +409,18 @@ class Batch:
         seq.bill.admitted_with = seq.bill.charged
 
     def _leave(self, seq: Sequence) -> None:
-        """Give back a row. The adapter's lease lasts until no step of the request is in flight:
-        loads don't wait for steps, so one might overwrite an adapter that is still in use."""
+        """Give back a row. The adapter's lease lasts until no step is in flight that was planned
+        before: loads don't wait for steps, so one might overwrite an adapter that is in use."""
         self.running.remove(seq)
         self.num_guessed_at -= seq.rules.guesser is not None
         self._free_rows.append(seq.row)
         seq.row = -1
-        if seq.in_flight == 0:
+        seq.look_at()
+        self._crew = None
+        if self.flights:
+            seq.in_flight = True
+            self._leaving.append((next(reversed(self.flights)), seq))
+        else:
             self._turns.end_lease(seq.adapter)
 
     def _strip(self, seq: Sequence) -> None:

@@ -117,12 +117,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of a step. Lists have one element for each entry of the plan that samples."""
+    """The results of a step."""
 
-    tokens: list[list[int]]
-    """`num_samples` tokens each."""
-    logprobs: list[list[TokenLogprob] | None] | None = None
-    """One for each token; None for an entry whose request didn't ask, and if no request did."""
+    tokens: list[int]
+    """`num_samples` tokens of each entry of the plan."""
+    logprobs: list[TokenLogprob | None] | None = None
+    """One for each token, None where its request didn't ask; None if no request did."""
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     """By entry of the plan: for each computed position of a prompt, that of the next token."""
     vectors: dict[int, Vector] = field(default_factory=dict)

@@ -27,13 +27,13 @@ A *parked* request had to make way for another adapter; see `weft.schedule.batch
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import repeat
-from typing import TypeVar
 
 from weft.core.errors import AdapterUnavailable, InvalidRequest, WeftError, to_wire
+from weft.core.messages import Tokens
 from weft.core.requests import (
     EngineRequest,
     FinishReason,
+    FollowingTokens,
     TokenArray,
     TokenEvent,
     TokenLogprob,
@@ -48,13 +48,12 @@ from weft.schedule.limits import SchedulerLimits, check_request
 from weft.schedule.pace import ChunkPace
 from weft.schedule.plan import Matcher, StepPlan, StepResult
 from weft.schedule.queue import Account, Walk
+from weft.schedule.results import by_entry, of_entry, offer_drafts, take_of_prompts
 from weft.schedule.sequence import AdapterUse, Sequence
 from weft.schedule.shares import Shares
 from weft.schedule.slots import AdapterSlots
 from weft.schedule.trials import Trials
 from weft.schedule.turns import Turns
-
-T = TypeVar("T")
 
 PREFETCH = 32
 """How many waiting requests, behind the admitted ones, have their adapters loaded ahead."""
@@ -82,8 +81,6 @@ class Scheduler:
         self.pace = None if cap_s is None else ChunkPace(cap_s, cache.block_size)
         """Limits chunks of prompts beside decodes; None: no limit but the step's."""
         self.lengths = GuessLengths(self.batch)
-        self._planned: dict[int, list[Sequence]] = {}
-        """The sequences of the steps in flight, one for each entry of the plan."""
         self.trials = Trials()
 
     # -- requests ------------------------------------------------------------------------------
@@ -181,102 +178,103 @@ class Scheduler:
         if contended:
             resting = self._shares.begin(draft, self.batch, self._cache.block_size)
         self._plan_decodes(draft, resting)
-        if self.pace and (draft.rows or resting):
+        if self.pace and (draft.sequences or resting):
             draft.cap(self.pace.most)
         self._plan_chunks(draft, contended)
         self._plan_waiting(draft, contended)
         if resting and not draft.admitted:  # nobody begins after all
             others = {seq.account for seq in self.batch.running} - resting
             self._plan_decodes(draft, frozenset(others))
-        if draft.rows:
-            self._planned[draft.step] = draft.sequences
-        elif not self._planned:
+        if not draft.sequences and not self.batch.flights:
             self.trials.passed(())
-        return draft.plan(self._turns.end())
+        return self.batch.launch(draft, self._turns.end())
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+    def commit(self, plan: StepPlan, result: StepResult) -> Tokens:
         """Take the tokens of a step; plans are committed in their order.
 
         plan.rows          4   4   7   2      row 4 has two entries, as its adapter becomes
         plan.num_samples   0   1   0   2      active within the step
-        result.tokens         [a]    [b, c]   one list for each entry that samples
+        result.tokens          a       b c
+
+        The loop runs for every request in every step, so it is written flat. It takes only tokens
+        after which their requests go on, and nothing else is to be done.
         """
-        events: list[TokenEvent] = []
-        planned = self._planned.pop(plan.step, [])
+        crew, starts = self.batch.flights.pop(plan.step), plan.starts
+        planned, others, apart = crew.sequences, list[int](), list[int]()
         if not self.trials.quiet:
-            self.trials.passed({seq.request_id for seq in planned})
-        _take_of_prompts(planned, plan, result)
-        all_tokens: Iterable[list[int] | None] = result.tokens
-        told: Iterable[list[TokenLogprob] | None] = result.logprobs or repeat(None)
-        if len(result.tokens) < len(planned):
-            all_tokens, told = _by_entry(plan, all_tokens), _by_entry(plan, told)
-        what, num_taken = (planned, all_tokens, told, plan.starts, plan.counts), 0
-        for seq, new, logprobs, start, count in zip(*what, strict=False):
-            seq.in_flight -= 1
-            if seq.done:
-                pass
-            elif new:
-                tokens, rules = seq.tokens, seq.rules
-                known = len(tokens) + 1
-                if (
-                    known >= rules.known_limit
-                    or new[0] in rules.endings
-                    or len(new) > 1
-                    or seq.prompt_output is not None
-                ):
-                    if rules.guesser is None or rules.guesser.fits(start, tokens):
-                        taken = self._take(seq, new, logprobs)
-                        events += taken
-                        num_taken += len(taken)
-                    if not (rules.known_limit or seq.in_flight or seq.done):
-                        self.batch.settle_guesses(seq)
-                else:
-                    tokens.append(new[0])
-                    if known > seq.holding.next_full:
-                        self._cache.register(seq.holding, tokens, known - 1)
-                    events.append(next_tokens(seq.request_id, new, logprobs, seq.num_cached, known))
+            self.trials.passed(set(crew.request_ids))
+        take_of_prompts(planned, plan, result)
+        firsts, ends = by_entry(plan, result.tokens)
+        for i, seq, token, start in zip(range(len(planned)), planned, firsts, starts, strict=True):
+            rules = seq.rules
+            if start < rules.takes_until and token not in rules.endings:
+                seq.tokens.append(token)
             else:
-                self._cache.register(seq.holding, seq.tokens, start + count)
-            if seq.row < 0 and seq.in_flight == 0:
-                self._turns.end_lease(seq.adapter)
-        _offer_drafts(planned, result)
+                others.append(i)
+        events: list[TokenEvent] = []
+        for i in others:
+            new, logprobs = of_entry(result, ends[i], ends[i + 1])
+            taken = self._look(planned[i], starts[i] + plan.counts[i], new, logprobs)
+            if taken is not None:
+                events += taken
+                apart.append(i)
+        if plan.num_guesses:
+            self.batch.settle_guesses(planned)
+        offer_drafts(planned, result)
         for _, number in plan.snapshots:
             self._cache.snapshot_ended(number, True)
-        self.totals.generated_tokens += len(events) - num_taken
-        return events
+        self.batch.landed(plan.step)
+        following = FollowingTokens(crew.request_ids, firsts, crew.num_cached, starts)
+        following = following.without(apart) if apart else following
+        self.totals.generated_tokens += len(following.token_ids)
+        return Tokens(events, following if following.token_ids else None)
 
     def fail(self, plans: list[StepPlan], error: WeftError) -> list[TokenEvent]:
         """Take back failed steps: their requests wait again. A request that is known to have made
         the first step fail ends, and its event is returned."""
-        failed, *_ = [self.batch.roll_back(self._planned.pop(p.step), p) for p in plans]
+        crews = [self.batch.flights.pop(plan.step) for plan in plans]
+        self.batch.landed(plans[-1].step)
+        each = zip(crews, plans, strict=True)
+        failed, *_ = [self.batch.roll_back(crew.sequences, plan) for crew, plan in each]
         blamed = self.trials.failed([seq.request_id for seq in failed if not seq.done])
         return [self._finish(self._by_id[blamed], "error", error=error)] if blamed else []
+
+    def _look(
+        self, seq: Sequence, end: int, new: list[int], logprobs: list[TokenLogprob] | None
+    ) -> list[TokenEvent] | None:
+        """Take a request's new tokens, of a step that computed it up to the position `end`, where
+        `commit`'s loop can't. Returns its events; None if it goes on with one more token, as in
+        that loop."""
+        rules, tokens, holding = seq.rules, seq.tokens, seq.holding
+        if seq.done or not new:
+            self._cache.register(holding, tokens, end)  # which has no effect behind its end
+            return []
+        events: list[TokenEvent] | None = []
+        goes_on = len(tokens) + 1 < rules.known_limit and new[0] not in rules.endings
+        if goes_on and rules.takes_until > 0 and len(new) == 1:
+            tokens.append(new[0])
+            self._cache.register(holding, tokens, end)
+            events = None
+        elif rules.guesser is None or rules.guesser.fits(end - 1, tokens):
+            events = self._take(seq, new, logprobs)
+        if seq.row >= 0 and logprobs is None:
+            rules.takes_until = min(rules.known_limit - 2, holding.next_full - 1)
+        return events
 
     def _take(
         self, seq: Sequence, new: list[int], logprobs: list[TokenLogprob] | None
     ) -> list[TokenEvent]:
-        """Take a request's new tokens, where `commit`'s fast path doesn't do: one may end it, its
-        matchers must be told, or the prompt's results are due. What follows an end is dropped."""
-        rules, tokens = seq.rules, seq.tokens
-        error: WeftError | None = None
-        ended, count = False, 0
-        for token in new:
-            ended = token in rules.endings or len(tokens) + 1 >= rules.limit
-            if rules.paced and not ended and (error := rules.accept(token)):
-                break
-            tokens.append(token)
-            count += 1
-            if ended:
-                break
-        self._cache.register(seq.holding, tokens, len(tokens) - 1)
-        new, logprobs = new[:count], logprobs and logprobs[:count]
-        events: list[TokenEvent] = []
+        """Take a request's new tokens, of which one may end it, of which matchers must be told, or
+        with which the prompt's results are due. What follows an end is dropped."""
+        count, ended, error = seq.take(new)
+        known = len(seq.tokens)
+        self._cache.register(seq.holding, seq.tokens, known - 1)
+        new, logprobs, events = new[:count], logprobs and logprobs[:count], list[TokenEvent]()
         if ended:
             reason, stop_reason = seq.ending(new[-1])
             events.append(self._finish(seq, reason, new, logprobs, stop_reason))
         elif new:
-            known, cached = len(tokens), seq.num_cached
-            events.append(next_tokens(seq.request_id, new, logprobs, cached, known))
+            events.append(next_tokens(seq.request_id, new, logprobs, seq.num_cached, known))
         if events and seq.prompt_output is not None:
             events[0] = seq.prompt_output.into(events[0])
             seq.prompt_output = None
@@ -291,27 +289,27 @@ class Scheduler:
 
         This is the loop that runs for every request in every step, so it is written flat.
         """
-        sequences, rows, starts = draft.sequences, draft.rows, draft.starts
-        before, budget = len(rows), len(rows) + draft.num_left
-        guesses = self.lengths.choose(min(budget, self._limits.max_num_seqs))
-        for seq in self.batch.running:  # preemption shortens it, from its end
-            known, computed = seq.known, seq.computed
-            if known - computed > 1:
-                draft.chunks.append(seq)
-            elif known < seq.rules.known_limit and not (resting and seq.account in resting):
-                if len(rows) == budget:
-                    break
-                if known > seq.holding.room and not self.batch.grow(seq, draft):
-                    continue
+        sequences, starts, running = draft.sequences, draft.starts, self.batch.running
+        before, most = len(sequences), len(sequences) + draft.num_left
+        guesses = self.lengths.choose(min(most, self._limits.max_num_seqs))
+        if resting or len(running) > draft.num_left:
+            for seq in running:
+                seq.decodes_until = 0
+        for seq in running:  # preemption shortens it, from its end
+            known = seq.known
+            if known < seq.decodes_until:
                 sequences.append(seq)
-                rows.append(seq.row)
-                starts.append(computed)
+                starts.append(seq.computed)
                 seq.computed = known
                 seq.known = known + 1
-                seq.in_flight += 1
-                if seq.rules.guesser is not None:
-                    draft.guess(seq, guesses.get(seq.row, 0))
-        num_planned = len(rows) - before
+            elif known - seq.computed > 1:
+                draft.chunks.append(seq)
+            elif known < seq.rules.known_limit and seq.account not in resting:
+                if len(sequences) == most:
+                    break
+                if known <= seq.holding.room or self.batch.grow(seq, draft):
+                    draft.decode(seq, guesses.get(seq.row, 0))
+        num_planned = len(sequences) - before
         draft.counts += [1] * num_planned
         draft.num_samples += [1] * num_planned
         draft.num_left -= num_planned
@@ -407,30 +405,7 @@ class Scheduler:
         adapted = [s for s in requests if s.digest is not None]
         assert all(0 <= s.adapter.active_from < s.num_prompt for s in adapted)
         assert all(s.known <= s.rules.limit for s in running)
-        assert all(s.in_flight or s.known <= s.rules.known_limit for s in running)
+        if not self.batch.flights:
+            assert all(s.known <= s.rules.known_limit for s in running)
         assert not any(s.rules.compiling for s in running)
-        assert requests or self._planned or not self._turns.leased
-
-
-def _by_entry(plan: StepPlan, of_samples: Iterable[T]) -> list[T | None]:
-    """The elements of `of_samples` at the entries that sample, and None at the others."""
-    each = iter(of_samples)
-    return [next(each) if num else None for num in plan.num_samples]
-
-
-def _offer_drafts(planned: list[Sequence], result: StepResult) -> None:
-    """Give the tokens that were drafted in a step to the requests' guessers."""
-    for entry, drafts in result.drafts.items():
-        seq = planned[entry]
-        assert seq.rules.guesser is not None
-        seq.rules.guesser.offer(len(seq.tokens), drafts)
-
-
-def _take_of_prompts(planned: list[Sequence], plan: StepPlan, result: StepResult) -> None:
-    """Take a step's results for prompts: log-probabilities and pooled vectors."""
-    for i, logprobs in result.prompt_logprobs.items():
-        if (asked := planned[i].prompt_output) is not None:
-            asked.take_logprobs(plan.starts[i], logprobs)
-    for i, vector in result.vectors.items():
-        if (asked := planned[i].prompt_output) is not None:
-            asked.take_sum(plan.starts[i], vector)
+        assert requests or self.batch.flights or not self._turns.leased

@@ -35,6 +35,7 @@ class OutputRules:
         "known_limit",
         "limit",
         "paced",
+        "takes_until",
     )
 
     def __init__(self, request: EngineRequest, limits: SchedulerLimits, vocab_size: int) -> None:
@@ -57,6 +58,9 @@ class OutputRules:
         self.known_limit = num_tokens + 1 if self.paced else self.limit
         """What `Sequence.known` may reach before the next token is accepted; 0 while guesses are
         in flight."""
+        self.takes_until = 0
+        """The token behind a position before this one is taken without a look at anything but
+        `endings`. 0: none has been taken since the request got its row."""
         self.guesser = self._guesser(request, limits, vocab_size)
 
     def _guesser(
@@ -179,6 +183,7 @@ class Sequence:
         "adapter",
         "bill",
         "computed",
+        "decodes_until",
         "done",
         "holding",
         "in_flight",
@@ -187,7 +192,6 @@ class Sequence:
         "order",
         "prompt_output",
         "request",
-        "request_id",
         "row",
         "rules",
         "tokens",
@@ -204,14 +208,16 @@ class Sequence:
     ) -> None:
         """`tokens`: those with which the request comes; the sequence appends to this array."""
         self.request = request
-        self.request_id = request.request_id
         self.order = order
         self.tokens = tokens
         self.known = len(self.tokens)
         """How many tokens there are, including pending ones, which only the device knows."""
         self.computed = 0
-        self.in_flight = 0
-        """Entries of planned steps that are not committed."""
+        self.decodes_until = 0
+        """While `known` is less, one more token is planned without a look at anything else. 0: it
+        is to be looked at."""
+        self.in_flight = False
+        """Whether steps from before it lost its row are not committed yet."""
         self.row = -1
         """The row in the batch; -1 while waiting."""
         self.done = False
@@ -224,6 +230,10 @@ class Sequence:
         """None once it was sent, or if the request wants none."""
         self.num_cached = -1
         """Prompt tokens that came from the prefix cache; -1 before the first admission."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
     @property
     def num_prompt(self) -> int:
@@ -242,6 +252,23 @@ class Sequence:
     def can_run(self) -> bool:
         """Whether a waiting request could be admitted, given room and its adapter."""
         return not (self.in_flight or self.rules.compiling or self.account.at_cap)
+
+    def look_at(self) -> None:
+        """Have the plan and the commit look at this request before they give it one more token."""
+        self.decodes_until = self.rules.takes_until = 0
+
+    def take(self, new: Iterable[int]) -> tuple[int, bool, WeftError | None]:
+        """Take new tokens, up to one that ends the output or that a matcher does not allow. Returns
+        how many were taken, whether the last of them ends the output, and the matcher's error."""
+        rules, tokens, before = self.rules, self.tokens, len(self.tokens)
+        for token in new:
+            ended = token in rules.endings or len(tokens) + 1 >= rules.limit
+            if rules.paced and not ended and (error := rules.accept(token)):
+                return len(tokens) - before, False, error
+            tokens.append(token)
+            if ended:
+                return len(tokens) - before, True, None
+        return len(tokens) - before, False, None
 
     def ending(self, last: int) -> tuple[FinishReason, int | None]:
         """Why its output ends with the token `last`; and the token, if it is a requested stop."""

@@ -147,8 +147,7 @@ def step_result(inputs: StepInputs, sampled: Sampled) -> StepResult:
     logprobs = None
     if sampled.logprobs is not None and inputs.num_logprobs_N is not None:
         in_order = [t.numpy()[order] for t in sampled.logprobs]
-        records = _records(in_order, inputs.num_logprobs_N[order].tolist())
-        logprobs = [None if record is None else [record] for record in records]
+        logprobs = _records(in_order, inputs.num_logprobs_N[order].tolist())
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}
     if sampled.prompt is not None and inputs.prompt is not None:
         begin = 0
@@ -163,7 +162,7 @@ def step_result(inputs: StepInputs, sampled: Sampled) -> StepResult:
     drafts: dict[int, list[int]] = {}
     if sampled.drafts_DK is not None and inputs.drafts is not None:
         drafts = dict(zip(inputs.drafts.entries, sampled.drafts_DK.tolist(), strict=True))
-    tokens = sampled.ids_N.numpy()[order, None].tolist()
+    tokens = sampled.ids_N.numpy()[order].tolist()
     return StepResult(tokens, logprobs, prompt_logprobs, vectors, drafts)
 
 
