@@ -65,6 +65,7 @@ class Holding:
         "_active_from",
         "_chain",
         "_digest",
+        "_first_adapted",
         "_keys",
         "_known_blocks",
         "_name",
@@ -93,6 +94,7 @@ class Holding:
         self._digest = digest
         self._name = name
         self._active_from = active_from
+        self._first_adapted = NEVER if digest is None else active_from
         self._keys: list[bytes] = [] if keys is None else keys
         """Keys of the full blocks of the tokens, as far as they were needed."""
         self.blocks: list[int] = []
@@ -114,20 +116,19 @@ class Holding:
 
     def key(self, tokens: TokenArray, index: int, size: int) -> bytes:
         """The key of the full block `index`; `tokens` only ever grow between calls."""
-        return self.keys(tokens, index, index + 1, size)[0]
+        keys, chain = self._keys, self._chain
+        for i in range(len(keys), index + 1):
+            if i == self._first_adapted // size:
+                chain = self._chain = self._adapted(chain.digest())
+            chain.update(tokens[i * size : (i + 1) * size])
+            keys.append(chain.digest())
+        return keys[index]
 
     def keys(self, tokens: TokenArray, begin: int, end: int, size: int) -> list[bytes]:
         """The keys of the full blocks from `begin` to `end`; see `key`."""
-        keys, chain = self._keys, self._chain
-        if len(keys) < end:
-            active = NEVER if self._digest is None else self._active_from // size
-            content = memoryview(tokens)
-            for i in range(len(keys), end):
-                if i == active:
-                    chain = self._chain = self._adapted(chain.digest())
-                chain.update(content[i * size : (i + 1) * size])
-                keys.append(chain.digest())
-        return keys[begin:end]
+        if begin < end:
+            self.key(tokens, end - 1, size)
+        return self._keys[begin:end]
 
     def _adapted(self, before: bytes) -> hashlib._Hash:
         """The hash that replaces one with the digest `before` where the version becomes active."""
@@ -282,10 +283,10 @@ class Cache:
     def register(self, holding: Holding, tokens: TokenArray, computed: int) -> None:
         """Offer the full blocks of the first `computed` tokens to the prefix index. If it has a
         block with the same content already, that one stays."""
-        size, blocks = self.block_size, holding.blocks
-        while holding.next_full <= min(computed, holding.room):
+        size, most = self.block_size, min(computed, holding.room)
+        while holding.next_full <= most:
             index = holding.next_full // size - 1
-            block, key = blocks[index], holding.key(tokens, index, size)
+            block, key = holding.blocks[index], holding.key(tokens, index, size)
             if key not in self._block_of and self._key_of[block] is None:
                 self._block_of[key] = block
                 self._key_of[block] = key
