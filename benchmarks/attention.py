@@ -42,7 +42,7 @@ from weft.kernels.attention import (
     row_work,
 )
 from weft.kernels.ops import make_ops
-from weft.worker.graphs import most_tiles
+from weft.worker.graph_inputs import most_tiles
 from weft.worker.sizes import token_sizes
 
 try:

@@ -30,6 +30,7 @@ import weft.kernels.triton_short_conv as triton_short_conv
 from weft.kernels.lora import make_backend
 from weft.kernels.ops import Ops
 from weft.models.decoder import Decoder
+from weft.worker import graph_inputs
 from weft.worker import graphs as graphs_module
 from weft.worker.inputs import StepInputs
 from weft.worker.sizes import batch_sizes, token_sizes
@@ -205,7 +206,7 @@ def test_recurrent_states_in_graphs(
     """With fused kernels, in graphs and without, and with plain operations: logits are the same,
     and so are the states of the step's sequences, while others stay as they are."""
     monkeypatch.setattr(graphs_module, "batch_sizes", lambda max_seqs: [max_seqs])
-    for module in (graphs_module, delta, triton_delta_chunks, triton_short_conv):
+    for module in (graph_inputs, delta, triton_delta_chunks, triton_short_conv):
         monkeypatch.setattr(module, "CHUNK", 16)
     model = Model(tmp_path, changes=changes, token_sizes=(8,))
     plain = copy.copy(model)
@@ -264,18 +265,18 @@ def test_other_steps_have_no_graph(model: Model, monkeypatch: pytest.MonkeyPatch
     assert graphs.run(decode([3, 3], [-1, -1])) is not None
     too_long = mixed([1, TOKEN_SIZES[-1]], [30, 30], [-1, -1], [True, True])
     assert graphs.run(too_long) is None
-    monkeypatch.setattr(graphs_module, "MAX_CONTEXT", 29)
+    monkeypatch.setattr(graph_inputs, "MAX_CONTEXT", 29)
     assert graphs.run(MIXED["base"]) is None
 
 
 def test_a_step_of_more_chunks_than_planned_has_no_graph(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs_module, "MAX_CHUNKS", 1)
+    monkeypatch.setattr(graph_inputs, "MAX_CHUNKS", 1)
     monkeypatch.setattr(graphs_module, "batch_sizes", lambda max_seqs: [max_seqs])
     graphs = model.graphs(lora=False, token_sizes=TOKEN_SIZES[:1])
     assert graphs.run(mixed([2, 1, 1], [5] * 3, [-1] * 3, [True] * 3)) is not None
-    monkeypatch.setattr(graphs_module, "MAX_CHUNKS", 0)
+    monkeypatch.setattr(graph_inputs, "MAX_CHUNKS", 0)
     graphs = model.graphs(lora=False, token_sizes=TOKEN_SIZES[:1])
     assert graphs.run(mixed([2, 2], [5] * 2, [-1] * 2, [True] * 2)) is None
 

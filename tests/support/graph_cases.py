@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -128,13 +127,13 @@ def tensors_of(cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
 
 def with_states(inputs: StepInputs) -> StepInputs:
     """The inputs with recurrent states: each sequence has the state of its row's number."""
-    return replace(inputs, state_S=inputs.row_T[inputs.query_start[:-1]])
+    return inputs._replace(state_S=inputs.row_T[inputs.query_start[:-1]])
 
 
 def with_guesses(inputs: StepInputs, states: list[int], lags: list[int]) -> StepInputs:
     """The inputs with the sequences' `states`; where one stands again, the sequence is a guess.
     `lags`: how many tokens each state lacks."""
-    return replace(inputs, state_S=np.array(states), lag_S=np.array(lags))
+    return inputs._replace(state_S=np.array(states), lag_S=np.array(lags))
 
 
 def decode(lens: list[int], slots: list[int], from_device: list[bool] | None = None) -> StepInputs:
@@ -162,7 +161,7 @@ def mixed(
     position = np.arange(len(seq)) - (ends - length)[seq]
     sampled = np.flatnonzero(np.array(samples)[order])
     on_device = None if from_device is None else np.array(from_device)[order][seq]
-    inputs = StepInputs(**{field.name: None for field in fields(StepInputs)})
+    inputs = StepInputs._make([None] * len(StepInputs._fields))
     given = {
         "ids_T": (rows[seq] * 7 + position) % CONFIG["vocab_size"],
         "from_device_T": on_device,
@@ -179,7 +178,7 @@ def mixed(
         "slot_N": slot[sampled],
         "sampled_segments": _segments(slot[sampled]),
     }
-    return replace(inputs, **given)
+    return inputs._replace(**given)
 
 
 def _segments(slot: np.ndarray) -> tuple[tuple[int, int, int], ...]:

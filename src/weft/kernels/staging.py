@@ -41,6 +41,8 @@ class Staging:
         ]
         self._words: list[NDArray[np.int32]] = [host.numpy() for host in self._host]
         self.device_words = torch.zeros(num_words, dtype=torch.int32, device=self._device)
+        self._sides = self._host, self.device_words
+        """The part of each buffer that was sent last."""
 
     def reserve(self, num_words: int) -> None:
         """Make room for `num_words`. If there was too little, the device buffer moves."""
@@ -54,10 +56,13 @@ class Staging:
 
     def send(self, num_words: int) -> Tensor:
         """Copy `num_words` words. Returns them on the device, int32 (num_words,)."""
-        words = self.device_words[:num_words]
-        words.copy_(self._host[self.turn][:num_words], non_blocking=True)
+        host, words = self._sides
+        if words.shape[0] != num_words:
+            words = self.device_words[:num_words]
+            self._sides = host, words = [each[:num_words] for each in self._host], words
+        words.copy_(host[self.turn], non_blocking=True)
         if self._sent:
-            record(self._sent[self.turn], words.device)
+            record(self._sent[self.turn], self._device)
         return words
 
     def send_all(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:

@@ -170,6 +170,10 @@ class ShapingRows:
             return None
         return Counted(row, a.token_ids[: a.num_prompt], a.token_ids[a.num_prompt :])
 
+    def any(self, rows: Ints) -> bool:
+        """Whether anything may change the logits of these rows."""
+        return bool(self._shaped_until[rows].any())
+
     def arrays(self, rows: Ints, positions: Ints) -> ShapingArrays | None:
         if not (positions < self._shaped_until[rows]).any():
             return None

@@ -6,8 +6,6 @@ most G tokens that sample: the first is known to be right, and the others are gu
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from weft.core.units import NUM_DRAFTS
@@ -29,7 +27,7 @@ class DraftingRows(RowState):
         behind_T = np.minimum(inputs.positions_T + 1, self._tokens.shape[1] - 1)
         next_T = self._tokens[inputs.row_T, behind_T].astype(np.int64)
         drafts = self._draft_arrays(inputs, plan) if plan.drafted else None
-        return replace(inputs, next_T=next_T, drafts=drafts)
+        return inputs._replace(next_T=next_T, drafts=drafts)
 
     def _draft_arrays(self, inputs: StepInputs, plan: StepPlan) -> DraftArrays:
         entries, places = zip(*plan.drafted, strict=True)

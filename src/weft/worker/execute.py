@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,15 @@ from weft.models.decoder import Decoder, LayerCache, StepContext, stacked
 from weft.worker.drafter import Drafter
 from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import Copies, PooledRows, PromptArrays, Segments, StepInputs
-from weft.worker.sampler import Logprobs, Put, Sampled, Sampler, logprobs_of, to_host
+from weft.worker.sampler import (
+    Logprobs,
+    Put,
+    Sampled,
+    Sampler,
+    VocabularyRun,
+    logprobs_of,
+    to_host,
+)
 from weft.worker.sizes import token_sizes
 from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
 
@@ -35,6 +44,21 @@ PROMPT_ROWS = 256
 time."""
 GRAIN = 2.0**-28
 """Hidden states are rounded to whole multiples of this before they are summed."""
+
+
+class _AdapterNeeds(NamedTuple):
+    """What the adapters of a step ask of it. Decodes of the same rows share this."""
+
+    segments: Segments
+    sampled_segments: Segments
+    num_changes: int
+    """`AdapterPool.num_changes`."""
+    extras: bool
+    """Whether any has more than A and B."""
+    experts: bool
+    """Whether any changes experts."""
+    runs: list[VocabularyRun] | None
+    """See `vocabulary_runs`."""
 
 
 class StepExecutor:
@@ -63,6 +87,8 @@ class StepExecutor:
         self._staging = Staging(0, decoder.device)
         self.graphs: StepGraphs | None = None
         """None: all steps run eagerly."""
+        self._needs: _AdapterNeeds | None = None
+        """That of the last step."""
 
     def make_graphs(self, num_table_blocks: int, max_num_batched_tokens: int) -> None:
         """Prepare the graphs of steps, if on a GPU, without capturing any. `num_table_blocks`: the
@@ -112,26 +138,49 @@ class StepExecutor:
         """Run a step. The tensors of the result are on the device."""
         self._sampler.admit(inputs.counted)
         logits_NV = prompt = pooled_PI = hidden_TI = None
-        slots = [slot for slot, _, _ in inputs.segments]
+        needs = self._needs_of(inputs)
         self._copy_states(inputs.restored)
         needs_states = inputs.prompt is not None or inputs.pooled
-        if self.graphs and not needs_states and not has_extras(self._pool, slots):
-            logits_NV = self.graphs.run(inputs, has_experts(self._pool, slots))
+        if self.graphs and not needs_states and not needs.extras:
+            logits_NV = self.graphs.run(inputs, needs.experts)
         if logits_NV is None:
             hidden_TI, logits_NV, prompt, pooled_PI = self._run_eagerly(inputs)
         self._copy_states(inputs.snapshots)
         if logits_NV is None:
             self._draft(inputs, hidden_TI, None)
             return Sampled(self._last_token_R[:0], None, prompt, pooled_PI)
-        runs = vocabulary_runs(self._pool, inputs.sampled_segments, len(logits_NV))
-        ids_N = self._sampler.choose(logits_NV, inputs, runs)
+        ids_N = self._sampler.choose(logits_NV, inputs, needs.runs)
         self._last_token_R.index_copy_(0, self._put(inputs.sampled_rows_N), ids_N)
         logprobs = None
         if inputs.num_logprobs_N is not None:
             num = int(inputs.num_logprobs_N.max())
-            logprobs = logprobs_of(logits_NV, ids_N, num, runs)
+            logprobs = logprobs_of(logits_NV, ids_N, num, needs.runs)
         drafts_DK = self._draft(inputs, hidden_TI, ids_N)
         return Sampled(ids_N, logprobs, prompt, pooled_PI, drafts_DK)
+
+    def _needs_of(self, inputs: StepInputs) -> _AdapterNeeds:
+        segments, sampled, num_changes = (
+            inputs.segments,
+            inputs.sampled_segments,
+            self._pool.num_changes,
+        )
+        last = self._needs
+        if (
+            last is None
+            or last.segments is not segments
+            or last.sampled_segments is not sampled
+            or last.num_changes != num_changes
+        ):
+            slots, num_rows = [slot for slot, _, _ in segments], len(inputs.sampled_rows_N)
+            last = self._needs = _AdapterNeeds(
+                segments,
+                sampled,
+                num_changes,
+                has_extras(self._pool, slots),
+                has_experts(self._pool, slots),
+                vocabulary_runs(self._pool, sampled, num_rows),
+            )
+        return last
 
     def _draft(
         self, inputs: StepInputs, hidden_TI: Tensor | None, ids_N: Tensor | None

@@ -9,6 +9,8 @@ the tokens of one adapter are consecutive.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -81,9 +83,9 @@ class DraftArrays(NamedTuple):
     """How drafts are chosen, without positions; its rows are indices among D. None: greedily."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """Host arrays of one step. None of them is a view of state that later steps change."""
+class StepInputs(NamedTuple):
+    """Host arrays of one step. None of them is a view of state that later steps change. Successive
+    decodes of the same rows share most of these objects."""
 
     ids_T: Ints
     from_device_T: NDArray[np.bool_] | None
@@ -109,7 +111,7 @@ class StepInputs:
     position_M: Ints | None
     """The positions that the tokens of `sampling` will have."""
     shaping: ShapingArrays | None
-    counted: list[Counted]
+    counted: tuple[Counted, ...]
     prompt: PromptArrays | None
     num_logprobs_N: Ints | None
     """How many alternatives are asked for; -1: no log-probability. None: no request wants any."""
@@ -143,10 +145,14 @@ class _Mix:
     row_S: Ints
     slot_S: NDArray[np.int32]
     row_T: Ints
+    first_block_T: Ints
+    """Where the blocks of each token's row begin in the table of all rows."""
     slot_T: NDArray[np.int32]
     row_N: Ints
     slot_N: NDArray[np.int32]
     plan_order_N: Ints
+    is_shaped: bool
+    """Whether anything may change the logits of a row."""
     segments: Segments
     sampled_segments: Segments
     query_start: list[int]
@@ -185,17 +191,16 @@ class RowState:
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The inputs of a plan that is not empty. Call it for all such plans, in their order."""
-        counted = [c for c in map(self._admit, plan.admitted) if c is not None]
-        if plan.new_blocks:
-            row, index, block = np.array(plan.new_blocks, dtype=np.int64).T
+        counted = tuple(c for c in map(self._admit, plan.admitted) if c is not None)
+        for row, index, block in plan.new_blocks:
             self._blocks[row, index] = block
-        starts = np.array(plan.starts, dtype=np.int64)
+        starts = np.frombuffer(array("Q", plan.starts), np.int64)
         mix = self._mix(plan, starts)
         inputs = self._assemble(mix, starts[mix.order], counted, plan)
         if plan.fed:
             inputs = self._fed(inputs, plan.fed)
         if plan.lags and inputs.state_S is not None:
-            inputs = replace(inputs, lag_S=_lags(inputs.state_S, plan.lags))
+            inputs = inputs._replace(lag_S=_lags(inputs.state_S, plan.lags))
         if inputs.state_S is not None and not mix.layout.plain:
             return _cut_at_snapshots(inputs, inputs.state_S)
         return inputs
@@ -214,6 +219,7 @@ class RowState:
         rows, slot_S = rows[order], slot_S[order]
         layout = layout_of(plan, order, plain)
         row_N, slot_N, state_S = rows[layout.seq_N], slot_S[layout.seq_N], self._state[rows]
+        row_T = rows[layout.seq_T]
         segments = sampled_segments = _segments(slot_S, layout.firsts, layout.ends)
         if not plain:
             firsts_N = np.arange(len(slot_N))
@@ -224,11 +230,13 @@ class RowState:
             layout=layout,
             row_S=rows,
             slot_S=slot_S,
-            row_T=rows[layout.seq_T],
+            row_T=row_T,
+            first_block_T=row_T * self._blocks.shape[1],
             slot_T=slot_S[layout.seq_T],
             row_N=row_N,
             slot_N=slot_N,
             plan_order_N=np.argsort(order[layout.seq_N], kind="stable"),
+            is_shaped=self._shaping.any(row_N),
             segments=segments,
             sampled_segments=sampled_segments,
             query_start=[0, *layout.ends.tolist()],
@@ -249,7 +257,7 @@ class RowState:
         from_device_T &= inputs.positions_T < fed_from[inputs.row_T]
         ids_T = self._ids(inputs.row_T, inputs.positions_T, from_device_T)
         some = from_device_T if from_device_T.any() else None
-        return replace(inputs, ids_T=ids_T, from_device_T=some)
+        return inputs._replace(ids_T=ids_T, from_device_T=some)
 
     def _admit(self, a: Admitted) -> Counted | None:
         row, vocab_size = a.row, a.vocab_size or self._vocab_size
@@ -270,20 +278,20 @@ class RowState:
         return self._shaping.admit(a, vocab_size)
 
     def _assemble(
-        self, mix: _Mix, starts: Ints, counted: list[Counted], plan: StepPlan
+        self, mix: _Mix, starts: Ints, counted: tuple[Counted, ...], plan: StepPlan
     ) -> StepInputs:
-        layout, rows, row_T = mix.layout, mix.row_S, mix.row_T
+        layout, rows, row_T, size = mix.layout, mix.row_S, mix.row_T, self._block_size
         positions_T, seq_lens, position_N = layout.positions(starts)
         ids_T, from_device_T = mix.carried or self._tokens_at(mix, positions_T)
-        index_T, offset_T = np.divmod(positions_T, self._block_size)
-        block_T = self._blocks[row_T, index_T].astype(np.int64)
+        index_T = positions_T // size
+        block_T = self._blocks.take(mix.first_block_T + index_T)
         return StepInputs(
             ids_T=ids_T,
             from_device_T=from_device_T,
             row_T=row_T,
             positions_T=positions_T,
-            slot_mapping_T=block_T * self._block_size + offset_T,
-            block_table_SB=self._blocks[rows, : -(-int(seq_lens.max()) // self._block_size)],
+            slot_mapping_T=(block_T - index_T) * size + positions_T,
+            block_table_SB=self._blocks[rows, : -(-int(seq_lens.max()) // size)],
             seq_lens_S=seq_lens.astype(np.int32),
             query_start=mix.query_start,
             slot_T=mix.slot_T,
@@ -295,12 +303,12 @@ class RowState:
             plan_order_N=mix.plan_order_N,
             sampling=mix.sampling,
             position_M=None if mix.sampling is None else position_N[mix.sampling.random_M],
-            shaping=self._shaping.arrays(mix.row_N, position_N),
+            shaping=self._shaping.arrays(mix.row_N, position_N) if mix.is_shaped else None,
             counted=counted,
             prompt=None if layout.plain else self._prompt(mix, starts),
             num_logprobs_N=mix.num_logprobs_N,
             state_S=mix.state_S,
-            restored=tuple((a.restored, a.state) for a in plan.admitted if a.restored >= 0),
+            restored=_restored(plan.admitted) if plan.admitted else (),
             snapshots=tuple(plan.snapshots),
             pooled=() if self._pooling is None else self._pooled(mix, seq_lens, self._pooling),
         )
@@ -357,6 +365,10 @@ class RowState:
         return asked if (asked >= 0).any() else None
 
 
+def _restored(admitted: Iterable[Admitted]) -> Copies:
+    return tuple((a.restored, a.state) for a in admitted if a.restored >= 0)
+
+
 def _cut_at_snapshots(inputs: StepInputs, state_S: Ints) -> StepInputs:
     """The inputs, where a sequence of two parts hands its state over in its snapshot: the first
     part writes the snapshot, which so need not be copied, and the second part reads it. The first
@@ -371,7 +383,7 @@ def _cut_at_snapshots(inputs: StepInputs, state_S: Ints) -> StepInputs:
     for i, number in cut:
         state_S[i - 1] = source_S[i] = number
     kept = tuple(numbers.items())
-    return replace(inputs, state_S=state_S, source_S=source_S, snapshots=kept)
+    return inputs._replace(state_S=state_S, source_S=source_S, snapshots=kept)
 
 
 def _lags(state_S: Ints, lags: list[tuple[int, int]]) -> Ints:

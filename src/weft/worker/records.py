@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,22 +45,14 @@ class StepOrder(NamedTuple):
     def after(cls, before: StepInputs | None, inputs: StepInputs) -> StepOrder:
         """The order for a step; `before` has the inputs of the one before, if there was one."""
         if before is None:
-            return cls({name: getattr(inputs, name) for name in _FIELDS})
-        return cls(
-            {
-                name: value
-                for name in _FIELDS
-                if (value := getattr(inputs, name)) is not getattr(before, name)
-            }
-        )
+            return cls(inputs._asdict())
+        each = zip(inputs._fields, inputs, before, strict=True)
+        return cls({name: value for name, value, last in each if value is not last})
 
     def inputs(self, before: StepInputs | None) -> StepInputs:
         """The step's inputs, from those of the step before."""
         changed: Mapping[str, Any] = self.changed
-        return StepInputs(**changed) if before is None else replace(before, **changed)
-
-
-_FIELDS = tuple(field.name for field in fields(StepInputs))
+        return StepInputs(**changed) if before is None else before._replace(**changed)
 
 
 class MoveOrder(NamedTuple):
@@ -158,8 +149,9 @@ def packed(order: Order) -> bytes:
     return made.getvalue()
 
 
-def _reduced(array: Array) -> tuple[Callable[..., Array], tuple[bytearray, str, tuple[int, ...]]]:
-    return _array, (bytearray(array.tobytes()), array.dtype.char, array.shape)
+def _reduced(array: Array) -> tuple[Callable[..., Array], tuple[object, str, tuple[int, ...]]]:
+    content = pickle.PickleBuffer(np.ascontiguousarray(array).data)
+    return _array, (content, array.dtype.char, array.shape)
 
 
 def _array(content: bytearray, kind: str, shape: tuple[int, ...]) -> Array:

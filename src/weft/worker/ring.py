@@ -59,6 +59,8 @@ class RingWriter:
         self._bells = bells
         self._lock = threading.Lock()
         self._written = 0
+        self._taken = 0
+        """What the slowest reader had taken when room was last looked for."""
         self.closed = False
 
     def write(self, message: bytes) -> None:
@@ -78,8 +80,10 @@ class RingWriter:
         source, begin = np.frombuffer(content, np.uint8), 0
         counters, size = self._counters, len(self._counters.content)
         while begin < len(source) and not self.closed:
-            taken = int(counters.values[1::2].min())
-            count = min(size - (self._written - taken), len(source) - begin)
+            left = len(source) - begin
+            if left > size - (self._written - self._taken):
+                self._taken = int(counters.values[1::2].min())
+            count = min(size - (self._written - self._taken), left)
             if not count:
                 time.sleep(PAUSE_S)
                 continue

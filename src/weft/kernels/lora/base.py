@@ -94,8 +94,8 @@ class AdapterPool:
         self.rank_SL = torch.zeros((num_slots, slices), dtype=torch.int32, device=device)
         self.generation = [0] * num_slots
         """Counts installs per slot, by which data derived from a slot are recognised as stale."""
-        self._offsets = (self.a_offset_SG, self.b_offset_SL)
-        """The tables that a move shifts."""
+        self.num_changes = 0
+        """The same count for all slots together."""
         self._scratch = self.arena.new_empty(
             min(num_elements, SCRATCH_BYTES // self.arena.element_size())
         )
@@ -154,7 +154,7 @@ class AdapterPool:
         """Forget what `slot` held."""
         with self._lock:
             self.rank_SL[slot].zero_()
-            for table in self._offsets:
+            for table in (self.a_offset_SG, self.b_offset_SL):
                 table[slot].fill_(-1)
             self._place(slot, None)
 
@@ -162,6 +162,7 @@ class AdapterPool:
         self._placed[slot] = placed
         self._views[slot] = {}
         self.generation[slot] += 1
+        self.num_changes += 1
 
     def _set(self, row: Tensor, values: Sequence[int]) -> None:
         """Set a row of a table from page-locked memory; other copies wait for steps in flight."""
@@ -169,7 +170,7 @@ class AdapterPool:
         row.copy_(host, non_blocking=True)
 
     def _shift(self, slot: int, by: int) -> None:
-        for table in self._offsets:
+        for table in (self.a_offset_SG, self.b_offset_SL):
             row = table[slot]
             row.add_((row >= 0).to(row.dtype), alpha=by)
 

@@ -98,6 +98,8 @@ class TritonBackend:
         self.row_floats = max(self.tuning.row_floats, MAX_RANK * most)
         self.exact = INTERPRETED or pool.arena.dtype == torch.float32
         self._tiles = TileList(device)
+        self._begun: tuple[LoraBatch | None, int] = None, 0
+        """The last batch, whose slots all held something, and `AdapterPool.num_changes` then."""
         self._work = torch.empty((2, 0, self.row_floats), dtype=torch.float32, device=device)
         """Two workspaces, as a kernel may read v of one layer and write that of the next."""
         self.flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
@@ -127,8 +129,11 @@ class TritonBackend:
         return True
 
     def begin(self, batch: LoraBatch) -> TritonStep:
-        for segment in batch.segments:
-            self.pool.view(segment.slot, 0)  # a slot that holds nothing is an error
+        last, num_changes = self._begun
+        if last is not batch or num_changes != self.pool.num_changes:
+            for segment in batch.segments:
+                self.pool.view(segment.slot, 0)  # a slot that holds nothing is an error
+            self._begun = batch, self.pool.num_changes
         num_rows = max(len(batch.slot_T), len(batch.slot_N))
         if num_rows > self._work.shape[1]:
             self.reserve(2 * num_rows)
