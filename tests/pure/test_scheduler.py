@@ -109,7 +109,7 @@ class Harness:
 
     def step(self) -> StepPlan:
         self.steps += 1
-        lacks_one = {s.row for s in self.scheduler.batch.running if s.known - s.computed == 1}
+        lacks_one = {s.row for s in self.scheduler.batch.running if s.lacking == 1}
         plan = self.scheduler.plan(float(self.steps))
         self._check_chunks(plan, lacks_one - {admitted.row for admitted in plan.admitted})
         for load in plan.loads:

@@ -36,7 +36,7 @@ class SeveralAtOnce(Scheduler):
 
     def _plan_decodes(self, draft: Draft, resting: frozenset[Account]) -> None:
         for seq in self.batch.running:
-            if seq.known - seq.computed > 1:
+            if seq.lacking > 1:
                 draft.chunks.append(seq)
             elif seq.known < seq.rules.known_limit and draft.num_left:
                 count = min(next(self.widths), draft.num_left, seq.rules.limit - seq.known)
@@ -49,7 +49,6 @@ class SeveralAtOnce(Scheduler):
                 draft.counts.append(count)
                 draft.num_samples.append(count)
                 draft.num_left -= count
-                seq.computed += count
                 seq.known += count
 
 

@@ -71,7 +71,7 @@ class CoastingScheduler(Scheduler):
         return plan
 
     def _all_coast(self) -> bool:
-        return all(seq.known - seq.computed == 1 and self._take_off(seq) for seq in self._grounded)
+        return all(seq.lacking == 1 and self._take_off(seq) for seq in self._grounded)
 
     @property
     def _grounded(self) -> list[Sequence]:
@@ -92,7 +92,7 @@ class CoastingScheduler(Scheduler):
 
     def _plan_decodes(self, draft: Draft, resting: frozenset[Account] = frozenset()) -> None:
         for seq in self._grounded:
-            if seq.known - seq.computed > 1:
+            if seq.lacking > 1:
                 draft.chunks.append(seq)
             elif not self._take_off(seq):
                 for each in list(self._began):
@@ -119,7 +119,6 @@ class CoastingScheduler(Scheduler):
         if began is not None and self._passed > began:
             seq.tokens.extend([seq.tokens[-1]] * (self._passed - began))
             seq.known = len(seq.tokens)
-            seq.computed = seq.known - 1
             self._cache.register(seq.holding, seq.tokens, seq.computed)
 
     def coast(self, num_steps: int) -> None:
@@ -147,7 +146,7 @@ class CoastingScheduler(Scheduler):
     def num_queued_tokens(self) -> int:
         """See `Batch.num_queued_tokens`."""
         lacking = chain(self._grounded, self.batch.waiting)
-        return sum(seq.known - seq.computed for seq in lacking)
+        return sum(seq.lacking for seq in lacking)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         self.quiet = False

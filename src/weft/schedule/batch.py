@@ -117,10 +117,10 @@ class Draft:
     def decode(self, seq: Sequence, most_guesses: int) -> None:
         """Plan one token of a sequence, which has a block for it, and guesses behind it. Its counts
         are added when all decodes are planned."""
-        rules, known = seq.rules, seq.known
+        rules = seq.rules
         self.sequences.append(seq)
-        self.starts.append(seq.computed)
-        seq.computed, seq.known = known, known + 1
+        self.starts.append(seq.known - 1)
+        seq.known += 1
         if rules.guesser is not None:
             self._guess(seq, rules.guesser, most_guesses)
         else:
@@ -147,7 +147,7 @@ class Draft:
         self.starts += places
         self._told.fed.extend(zip([seq.row] * num, places, guesses, strict=True))
         self._num_guesses += num
-        seq.computed, seq.known = known + num, known + num + 1
+        seq.known = known + num + 1
 
     def _catch_up(self, seq: Sequence) -> None:
         """Have this step bring a sequence's state up to date with the guesses that were right."""
@@ -157,15 +157,16 @@ class Draft:
 
     def _schedule(self, seq: Sequence, end: int) -> None:
         self._catch_up(seq)
-        count = min(end - seq.computed, self.num_left)
+        start = seq.computed
+        count = min(end - start, self.num_left)
         self.sequences.append(seq)
-        self.starts.append(seq.computed)
+        self.starts.append(start)
         self.counts.append(count)
-        seq.computed += count
+        seq.lacking -= count
         self.num_left -= count
-        num_samples = int(seq.computed == seq.known)
-        self.num_samples.append(num_samples)
-        seq.known += num_samples
+        self.num_samples.append(0 if seq.lacking else 1)
+        if not seq.lacking:
+            seq.known, seq.lacking = seq.known + 1, 1
 
     def plan(self, rows: list[int], loads: list[Load]) -> StepPlan:
         return StepPlan(
@@ -223,8 +224,7 @@ class Batch:
     @property
     def num_queued_tokens(self) -> int:
         """Tokens to compute before all requests have had their next one, except decodes."""
-        lacking = (seq.known - seq.computed for seq in chain(self.running, self.waiting))
-        return sum(count for count in lacking if count > 1)
+        return sum(seq.lacking for seq in chain(self.running, self.waiting) if seq.lacking > 1)
 
     def stranded(self, most: int) -> tuple[str, ...]:
         """Ids of requests that had begun and lost their blocks; of the youngest `most` of them."""
@@ -262,7 +262,7 @@ class Batch:
         if parked:
             self._parked.remove(seq)
         else:
-            seq.computed = len(hits) * cache.block_size
+            seq.lacking = seq.known - len(hits) * cache.block_size
         seq.row = self._free_rows.pop()
         self._count_prompt(seq)
         adapter_wait_s = self._turns.lease(seq.adapter, len(seq.tokens))
@@ -326,7 +326,8 @@ class Batch:
             self._cache.snapshot_ended(number, False)
         sequences: dict[Sequence, None] = {}
         for seq, start in zip(planned, starts, strict=True):
-            seq.known, seq.computed = len(seq.tokens), min(seq.computed, start)
+            computed, seq.known = min(seq.computed, start), len(seq.tokens)
+            seq.lacking = seq.known - computed
             sequences[seq] = None
         for seq in sequences:
             if seq.rules.guesser is not None and seq.rules.guesser.guessing:
@@ -360,8 +361,7 @@ class Batch:
         for seq in dict.fromkeys(planned):
             if seq.rules.known_limit or seq.done:
                 continue
-            seq.known = len(seq.tokens)
-            seq.computed = min(seq.computed, seq.known - 1)
+            seq.known, seq.lacking = len(seq.tokens), 1
             num, found = seq.rules.settle_guesses()
             if seq.holding.state >= 0:
                 seq.holding.lag = found
@@ -428,7 +428,7 @@ class Batch:
         any step that is planned from now on."""
         self._parked.remove(seq)
         self._cache.release(seq.holding)
-        seq.computed = 0
+        seq.lacking = seq.known
 
     def check(self, requests: Iterable[Sequence]) -> None:
         """Raise AssertionError unless all invariants hold, those of queue, cache and turns

@@ -154,7 +154,7 @@ class GuessLengths:
         chances = {}
         for seq in running:
             guesser, known = seq.rules.guesser, seq.known
-            if guesser is not None and known - seq.computed == 1 and known < seq.rules.known_limit:
+            if guesser is not None and seq.lacking == 1 and known < seq.rules.known_limit:
                 places = seq.holding.room - known
                 found = guesser.chances(seq.tokens, known - len(seq.tokens))
                 if found:  # without places, it gets one more block now, or in the next step

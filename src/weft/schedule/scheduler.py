@@ -299,10 +299,9 @@ class Scheduler:
             known = seq.known
             if known < seq.decodes_until:
                 sequences.append(seq)
-                starts.append(seq.computed)
-                seq.computed = known
+                starts.append(known - 1)
                 seq.known = known + 1
-            elif known - seq.computed > 1:
+            elif seq.lacking > 1:
                 draft.chunks.append(seq)
             elif known < seq.rules.known_limit and seq.account not in resting:
                 if len(sequences) == most:

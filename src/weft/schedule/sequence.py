@@ -182,12 +182,12 @@ class Sequence:
     __slots__ = (
         "adapter",
         "bill",
-        "computed",
         "decodes_until",
         "done",
         "holding",
         "in_flight",
         "known",
+        "lacking",
         "num_cached",
         "order",
         "prompt_output",
@@ -212,7 +212,8 @@ class Sequence:
         self.tokens = tokens
         self.known = len(self.tokens)
         """How many tokens there are, including pending ones, which only the device knows."""
-        self.computed = 0
+        self.lacking = self.known
+        """How many of these are not computed; 1 while it decodes."""
         self.decodes_until = 0
         """While `known` is less, one more token is planned without a look at anything else. 0: it
         is to be looked at."""
@@ -230,6 +231,11 @@ class Sequence:
         """None once it was sent, or if the request wants none."""
         self.num_cached = -1
         """Prompt tokens that came from the prefix cache; -1 before the first admission."""
+
+    @property
+    def computed(self) -> int:
+        """How many positions have their KV once all planned steps have run."""
+        return self.known - self.lacking
 
     @property
     def request_id(self) -> str:

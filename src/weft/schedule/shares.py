@@ -123,7 +123,7 @@ class Shares:
         """The tenants with many seats, if a step without their decodes is much shorter: if fewer
         prompt tokens begin than requests run, and no other prompt is being computed. Else none."""
         num_tokens = sum(len(seq.tokens) for seq in self._beginning if seq.row < 0 and not seq.done)
-        if not 0 < num_tokens < len(running) or any(s.known - s.computed > 1 for s in running):
+        if not 0 < num_tokens < len(running) or any(s.lacking > 1 for s in running):
             return frozenset()
         tenants = {seq.account for seq in running}
         return frozenset(each for each in tenants if each.num_seats > num_rows // FEW)
