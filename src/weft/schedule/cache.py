@@ -283,11 +283,11 @@ class Cache:
     def register(self, holding: Holding, tokens: TokenArray, computed: int) -> None:
         """Offer the full blocks of the first `computed` tokens to the prefix index. If it has a
         block with the same content already, that one stays."""
-        size, most = self.block_size, min(computed, holding.room)
-        while holding.next_full <= most:
-            index = holding.next_full // size - 1
+        size, full, most = self.block_size, holding.next_full, min(computed, holding.room)
+        while full <= most:
+            index = full // size - 1
             block, key = holding.blocks[index], holding.key(tokens, index, size)
-            if key not in self._block_of and self._key_of[block] is None:
+            if self._key_of[block] is None and key not in self._block_of:
                 self._block_of[key] = block
                 self._key_of[block] = key
                 if self.sketch is not None:
@@ -296,7 +296,7 @@ class Cache:
                     parent = holding.key(tokens, index - 1, size) if index else None
                     content = tokens[index * size : (index + 1) * size].tolist()
                     self.journal.store(key, parent, content, holding.adapter_at(index, size))
-            holding.next_full += size
+            holding.next_full = full = full + size
 
     def release(self, holding: Holding) -> None:
         """Give everything back. The sequence's last block becomes the oldest of them, so that a

@@ -213,11 +213,10 @@ class Scheduler:
                 others.append(i)
         events: list[TokenEvent] = []
         for i in others:
-            new, logprobs = of_entry(result, ends[i], ends[i + 1])
-            taken = self._look(planned[i], starts[i] + plan.counts[i], new, logprobs)
-            if taken is not None:
-                events += taken
+            if not self._fill_block(planned[i], starts[i], firsts[i]):
                 apart.append(i)
+                new, logprobs = of_entry(result, ends[i], ends[i + 1])
+                events += self._look(planned[i], starts[i] + plan.counts[i], new, logprobs)
         if plan.num_guesses:
             self.batch.settle_guesses(planned)
         offer_drafts(planned, result)
@@ -239,26 +238,29 @@ class Scheduler:
         blamed = self.trials.failed([seq.request_id for seq in failed if not seq.done])
         return [self._finish(self._by_id[blamed], "error", error=error)] if blamed else []
 
+    def _fill_block(self, seq: Sequence, start: int, token: int) -> bool:
+        """Take the token behind the position `start` if only a full block is to be registered with
+        it. Returns whether that is so."""
+        rules = seq.rules
+        if not 0 < rules.takes_until <= start < rules.known_limit - 2 or token in rules.endings:
+            return False
+        seq.tokens.append(token)
+        self._cache.register(seq.holding, seq.tokens, start + 1)
+        rules.takes_until = min(rules.known_limit - 2, seq.holding.next_full - 1)
+        return True
+
     def _look(
         self, seq: Sequence, end: int, new: list[int], logprobs: list[TokenLogprob] | None
-    ) -> list[TokenEvent] | None:
-        """Take a request's new tokens, of a step that computed it up to the position `end`, where
-        `commit`'s loop can't. Returns its events; None if it goes on with one more token, as in
-        that loop."""
-        rules, tokens, holding = seq.rules, seq.tokens, seq.holding
+    ) -> list[TokenEvent]:
+        """Take a request's new tokens, of a step that computed it up to the position `end`, whatever
+        is to be done with them."""
+        rules, events = seq.rules, list[TokenEvent]()
         if seq.done or not new:
-            self._cache.register(holding, tokens, end)  # which has no effect behind its end
-            return []
-        events: list[TokenEvent] | None = []
-        goes_on = len(tokens) + 1 < rules.known_limit and new[0] not in rules.endings
-        if goes_on and rules.takes_until > 0 and len(new) == 1:
-            tokens.append(new[0])
-            self._cache.register(holding, tokens, end)
-            events = None
-        elif rules.guesser is None or rules.guesser.fits(end - 1, tokens):
+            self._cache.register(seq.holding, seq.tokens, end)  # without effect behind its end
+        elif rules.guesser is None or rules.guesser.fits(end - 1, seq.tokens):
             events = self._take(seq, new, logprobs)
-        if seq.row >= 0 and logprobs is None:
-            rules.takes_until = min(rules.known_limit - 2, holding.next_full - 1)
+            if seq.row >= 0 and logprobs is None:
+                rules.takes_until = min(rules.known_limit - 2, seq.holding.next_full - 1)
         return events
 
     def _take(

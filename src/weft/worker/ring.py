@@ -16,8 +16,6 @@ import select
 import threading
 import time
 
-import numpy as np
-
 LINE = 64
 """The size of a cache line. Each counter has its own, as different processors write them."""
 PAUSE_S = 5e-5
@@ -40,8 +38,8 @@ class _Counters:
 
     def __init__(self, memory: mmap.mmap, num_readers: int) -> None:
         header = _header(num_readers)
-        self.values = np.frombuffer(memory, np.int64, header // 8)[:: LINE // 8]
-        self.content = np.frombuffer(memory, np.uint8, len(memory) - header, header)
+        self.values = memoryview(memory)[:header].cast("q")[:: LINE // 8]
+        self.content = memoryview(memory)[header:]
 
     def pieces(self, start: int, end: int) -> list[slice]:
         """The slices of `content` that have the bytes from `start` to `end`, as counted."""
@@ -77,12 +75,12 @@ class RingWriter:
                 os.close(self._bells.pop())
 
     def _write(self, content: bytes) -> None:
-        source, begin = np.frombuffer(content, np.uint8), 0
+        source, begin = memoryview(content), 0
         counters, size = self._counters, len(self._counters.content)
         while begin < len(source) and not self.closed:
             left = len(source) - begin
             if left > size - (self._written - self._taken):
-                self._taken = int(counters.values[1::2].min())
+                self._taken = min(counters.values[1::2])
             count = min(size - (self._written - self._taken), left)
             if not count:
                 time.sleep(PAUSE_S)
@@ -135,13 +133,13 @@ class RingReader:
         values = self._counters.values
         until = time.monotonic() + self._spin_s
         while True:
-            there = int(values[0]) - self._taken
+            there = values[0] - self._taken
             if there:
                 return there
             if time.monotonic() < until:
                 time.sleep(0)  # so that other threads get on
                 continue
             values[self._sleeps_at] = 1
-            if int(values[0]) == self._taken and self._poll.poll(NAP_S * 1000):
+            if values[0] == self._taken and self._poll.poll(NAP_S * 1000):
                 os.eventfd_read(self._bell)
             values[self._sleeps_at] = 0

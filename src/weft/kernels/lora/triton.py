@@ -27,6 +27,7 @@ all tensors stay where they are. `reserve` before a capture; `begin` before a re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -100,7 +101,9 @@ class TritonBackend:
         self._tiles = TileList(device)
         self._begun: tuple[LoraBatch | None, int] = None, 0
         """The last batch, whose slots all held something, and `AdapterPool.num_changes` then."""
-        self._work = torch.empty((2, 0, self.row_floats), dtype=torch.float32, device=device)
+        self._work = torch.empty(
+            (2, 0, self.row_floats), dtype=torch.float32, device=device
+        ).unbind()
         """Two workspaces, as a kernel may read v of one layer and write that of the next."""
         self.flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
         """Flags by which products and what runs beside them tell each other how far they are."""
@@ -108,7 +111,7 @@ class TritonBackend:
         # In 16 bits, what is added takes half as long to write and to read. With more rows, it is
         # added before it is rounded. As `deterministic` promises the same bits for any number of
         # rows, it is not rounded there either.
-        held = self._work if pool.deterministic else pool.arena
+        held = self._work[0] if pool.deterministic else pool.arena
         self.delta = held.new_empty(MOST_ROWS * max((g.out_features for g in linear), default=0))
         """What adapters add to the product that is under way."""
         self.share = held.new_full((MOST_ROWS * max(map(_shared, linear), default=0),), -0.0)
@@ -123,8 +126,8 @@ class TritonBackend:
 
     def reserve(self, num_rows: int) -> bool:
         """Make room for steps of that many rows; if there was less, what was captured is void."""
-        if num_rows > self._work.shape[1]:
-            self._work = self._work.new_empty((2, num_rows, self.row_floats))
+        if num_rows > self._work[0].shape[0]:
+            self._work = self._work[0].new_empty((2, num_rows, self.row_floats)).unbind()
         self._tiles.reserve(num_rows)
         return True
 
@@ -135,7 +138,7 @@ class TritonBackend:
                 self.pool.view(segment.slot, 0)  # a slot that holds nothing is an error
             self._begun = batch, self.pool.num_changes
         num_rows = max(len(batch.slot_T), len(batch.slot_N))
-        if num_rows > self._work.shape[1]:
+        if num_rows > self._work[0].shape[0]:
             self.reserve(2 * num_rows)
         return TritonStep(self, *self._tiles.fill(batch), self._work)
 
@@ -144,7 +147,7 @@ class TritonStep(LoraStep):
     """LoraStep of the Triton backend; ExpertStep too, where its rows are those of experts."""
 
     def __init__(
-        self, backend: TritonBackend, rows: TileRows, sampled: TileRows, work: Tensor
+        self, backend: TritonBackend, rows: TileRows, sampled: TileRows, work: Sequence[Tensor]
     ) -> None:
         self._backend = backend
         self.rows = rows
