@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import InvalidRequest
+from weft.core.messages import Tokens
 from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
 from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.schedule.batch import Draft
@@ -43,13 +44,17 @@ class SeveralAtOnce(Scheduler):
                 while seq.known + count - 1 > len(seq.holding.blocks) * BLOCK:
                     if not self.batch.grow(seq, draft):
                         return
-                seq.look_at()
                 draft.sequences.append(seq)
                 draft.starts.append(seq.computed)
                 draft.counts.append(count)
                 draft.num_samples.append(count)
                 draft.num_left -= count
                 seq.known += count
+
+    def commit(self, plan: StepPlan, result: StepResult) -> Tokens:
+        for seq in self.batch.flights[plan.step].sequences:
+            seq.look_at()
+        return super().commit(plan, result)
 
 
 class Refusing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, repeat
 from typing import Literal, NamedTuple, TypeAlias
 
 from weft.core.adapters import AdapterPart, AdapterRef
@@ -151,16 +151,22 @@ class FollowingTokens(NamedTuple):
     """See `TokenEvent`."""
     positions: list[int]
     """The position behind which each token comes, so its request now has two tokens more."""
+    logprobs: list[TokenLogprob | None] | None
+    """Those of the tokens whose requests ask for them; None if no request does."""
 
     def without(self, places: Iterable[int]) -> FollowingTokens:
         """All but the tokens at these places."""
         kept = bytearray(b"\1" * len(self.token_ids))
         for i in places:
             kept[i] = 0
-        return FollowingTokens._make(list(compress(column, kept)) for column in self)
+        return FollowingTokens._make(each and list(compress(each, kept)) for each in self)
 
     @property
     def events(self) -> list[TokenEvent]:
         """The same as events."""
-        each = zip(*self, strict=True)
-        return [next_tokens(name, [token], None, num, at + 2) for name, token, num, at in each]
+        names, tokens, cached, positions, logprobs = self
+        each = zip(names, tokens, cached, positions, logprobs or repeat(None), strict=False)
+        return [
+            next_tokens(name, [token], None if told is None else [told], num, at + 2)
+            for name, token, num, at, told in each
+        ]

@@ -10,14 +10,19 @@ from weft.schedule.plan import StepPlan, StepResult
 from weft.schedule.sequence import Sequence
 
 
-def by_entry(plan: StepPlan, tokens: list[int]) -> tuple[list[int], Places[int]]:
-    """The first token of each entry, -1 if it has none; and at which place the tokens of each begin
-    and, at the end, how many there are."""
+def by_entry(
+    plan: StepPlan, result: StepResult
+) -> tuple[list[int], list[TokenLogprob | None] | None, Places[int]]:
+    """The first token of each entry, -1 if it has none; its log-probability, if any is known; and
+    at which place the tokens of each begin and, at the end, how many there are."""
+    tokens, logprobs = result.tokens, result.logprobs
     if plan.num_samples.count(1) == len(plan.rows):
-        return tokens, range(len(tokens) + 1)
+        return tokens, logprobs, range(len(tokens) + 1)
     ends = [0, *accumulate(plan.num_samples)]
-    firsts = zip(ends, plan.num_samples, strict=False)
-    return [tokens[place] if num else -1 for place, num in firsts], ends
+    places = [place if num else -1 for place, num in zip(ends, plan.num_samples, strict=False)]
+    firsts = [-1 if place < 0 else tokens[place] for place in places]
+    told = logprobs and [None if place < 0 else logprobs[place] for place in places]
+    return firsts, told, ends
 
 
 def of_entry(

@@ -204,7 +204,7 @@ class Scheduler:
         if not self.trials.quiet:
             self.trials.passed(set(crew.request_ids))
         take_of_prompts(planned, plan, result)
-        firsts, ends = by_entry(plan, result.tokens)
+        firsts, logprobs, ends = by_entry(plan, result)
         for i, seq, token, start in zip(range(len(planned)), planned, firsts, starts, strict=True):
             rules = seq.rules
             if start < rules.takes_until and token not in rules.endings:
@@ -215,15 +215,15 @@ class Scheduler:
         for i in others:
             if not self._fill_block(planned[i], starts[i], firsts[i]):
                 apart.append(i)
-                new, logprobs = of_entry(result, ends[i], ends[i + 1])
-                events += self._look(planned[i], starts[i] + plan.counts[i], new, logprobs)
+                new = of_entry(result, ends[i], ends[i + 1])
+                events += self._take(planned[i], starts[i] + plan.counts[i], *new)
         if plan.num_guesses:
             self.batch.settle_guesses(planned)
         offer_drafts(planned, result)
         for _, number in plan.snapshots:
             self._cache.snapshot_ended(number, True)
         self.batch.landed(plan.step)
-        following = FollowingTokens(crew.request_ids, firsts, crew.num_cached, starts)
+        following = FollowingTokens(crew.request_ids, firsts, crew.num_cached, starts, logprobs)
         following = following.without(apart) if apart else following
         self.totals.generated_tokens += len(following.token_ids)
         return Tokens(events, following if following.token_ids else None)
@@ -249,29 +249,22 @@ class Scheduler:
         rules.takes_until = min(rules.known_limit - 2, seq.holding.next_full - 1)
         return True
 
-    def _look(
+    def _take(
         self, seq: Sequence, end: int, new: list[int], logprobs: list[TokenLogprob] | None
     ) -> list[TokenEvent]:
-        """Take a request's new tokens, of a step that computed it up to the position `end`, whatever
-        is to be done with them."""
+        """Take a request's new tokens, of a step that computed it up to the position `end`: one may
+        end it, matchers must be told, or the prompt's results are due. What follows an end, or
+        comes behind a wrong guess, is dropped."""
         rules, events = seq.rules, list[TokenEvent]()
         if seq.done or not new:
             self._cache.register(seq.holding, seq.tokens, end)  # without effect behind its end
-        elif rules.guesser is None or rules.guesser.fits(end - 1, seq.tokens):
-            events = self._take(seq, new, logprobs)
-            if seq.row >= 0 and logprobs is None:
-                rules.takes_until = min(rules.known_limit - 2, seq.holding.next_full - 1)
-        return events
-
-    def _take(
-        self, seq: Sequence, new: list[int], logprobs: list[TokenLogprob] | None
-    ) -> list[TokenEvent]:
-        """Take a request's new tokens, of which one may end it, of which matchers must be told, or
-        with which the prompt's results are due. What follows an end is dropped."""
+            return []
+        if rules.guesser is not None and not rules.guesser.fits(end - 1, seq.tokens):
+            return []
         count, ended, error = seq.take(new)
         known = len(seq.tokens)
         self._cache.register(seq.holding, seq.tokens, known - 1)
-        new, logprobs, events = new[:count], logprobs and logprobs[:count], list[TokenEvent]()
+        new, logprobs = new[:count], logprobs and logprobs[:count]
         if ended:
             reason, stop_reason = seq.ending(new[-1])
             events.append(self._finish(seq, reason, new, logprobs, stop_reason))
@@ -282,6 +275,8 @@ class Scheduler:
             seq.prompt_output = None
         if error is not None:
             events.append(self._finish(seq, "error", error=error))
+        if seq.row >= 0:
+            rules.takes_until = min(rules.known_limit - 2, seq.holding.next_full - 1)
         self.totals.generated_tokens += sum(len(event.token_ids) for event in events)
         return events
 

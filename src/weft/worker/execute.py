@@ -50,7 +50,7 @@ class _AdapterNeeds(NamedTuple):
     """What the adapters of a step ask of it. Decodes of the same rows share this."""
 
     segments: Segments
-    sampled_segments: Segments
+    """Steps have the same sampled segments too if these are the same object."""
     num_changes: int
     """`AdapterPool.num_changes`."""
     extras: bool
@@ -159,26 +159,15 @@ class StepExecutor:
         return Sampled(ids_N, logprobs, prompt, pooled_PI, drafts_DK)
 
     def _needs_of(self, inputs: StepInputs) -> _AdapterNeeds:
-        segments, sampled, num_changes = (
-            inputs.segments,
-            inputs.sampled_segments,
-            self._pool.num_changes,
-        )
-        last = self._needs
-        if (
-            last is None
-            or last.segments is not segments
-            or last.sampled_segments is not sampled
-            or last.num_changes != num_changes
-        ):
+        pool, segments, last = self._pool, inputs.segments, self._needs
+        if last is None or last.segments is not segments or last.num_changes != pool.num_changes:
             slots, num_rows = [slot for slot, _, _ in segments], len(inputs.sampled_rows_N)
             last = self._needs = _AdapterNeeds(
                 segments,
-                sampled,
-                num_changes,
-                has_extras(self._pool, slots),
-                has_experts(self._pool, slots),
-                vocabulary_runs(self._pool, sampled, num_rows),
+                pool.num_changes,
+                has_extras(pool, slots),
+                has_experts(pool, slots),
+                vocabulary_runs(pool, inputs.sampled_segments, num_rows),
             )
         return last
 

@@ -90,8 +90,8 @@ class StepGraphs:
         kinds: tuple[_Kind, ...] = ("base", "linear", "experts")
         self._kinds = kinds[: 1 if lora is None else 2 if decoder.config.moe is None else 3]
         self._replays: dict[tuple[GraphForm, _Kind], Callable[[], None]] = {}
-        self._adapters: tuple[Segments, Segments, GraphForm, LoraBatch] | None = None
-        """What the last step with adapters gave to the backend, and what that was made of."""
+        self._adapters: tuple[Segments, GraphForm, LoraBatch] | None = None
+        """What the backend was given last, and what that was made of."""
 
     def rehearse(self) -> None:
         """Launch the kernels of all sizes, so that they can be compiled in parallel."""
@@ -178,15 +178,13 @@ class StepGraphs:
         self, lora: LoraBackend, segments: Segments, sampled_segments: Segments, form: GraphForm
     ) -> LoraStep:
         last = self._adapters
-        if last is None or not (
-            last[0] is segments and last[1] is sampled_segments and last[2] is form
-        ):
+        if last is None or last[0] is not segments or last[1] is not form:
             slot_T = slot_N = self._slot_T[: form.num_tokens]
             if form.num_tiles:
                 slot_N = self._slot_T[: form.num_seqs]
             batch = lora_batch(slot_T, segments, slot_N, sampled_segments)
-            last = self._adapters = segments, sampled_segments, form, batch
-        return lora.begin(last[3])
+            last = self._adapters = segments, form, batch
+        return lora.begin(last[2])
 
     def _forward(
         self, form: GraphForm, kind: _Kind, decoder: Decoder, kv: list[LayerCache]
