@@ -25,7 +25,7 @@ from weft.core.errors import ConfigError, EngineDead, WeftError
 from weft.core.folders import Folder
 from weft.core.load import EngineLoad
 from weft.core.messages import Abort, Command, Report, Started, Submit, Tokens
-from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.requests import EngineRequest, FollowingTokens, TokenEvent, TokenLogprob
 from weft.core.sampling import SamplingParams
 from weft.fleet.client import GROUP, LinkClient
 from weft.fleet.curve import FleetKey, read_fleet_key
@@ -335,6 +335,30 @@ def test_a_stream_is_what_came_before_its_end_however_late_it_is_read(
         assert (Abort("r") in link.sent) == (ends[0] == "it is left")
 
     asyncio.run(test())
+
+
+def test_tokens_that_follow_are_one_record_of_what_events_say() -> None:
+    """Also over a link, and without those of some requests."""
+    told = TokenLogprob(-0.5, 2, [(7, -0.25), (4, -0.5)])
+    following = FollowingTokens(
+        ["a", "b", "c"], [3, 4, 5], [0, 16, 0], [9, 40, 2], [None, told, None]
+    )
+    first = TokenEvent("d", [6], queue_s=0.5)
+    a, b, c = (
+        TokenEvent("a", [3], num_tokens=11),
+        TokenEvent("b", [4], [told], num_cached_tokens=16, num_tokens=42),
+        TokenEvent("c", [5], num_tokens=4),
+    )
+    for tokens, events in [
+        (Tokens([first], following), [first, a, b, c]),
+        (Tokens([], following.without([0, 2])), [b]),
+        (Tokens([], following._replace(logprobs=None).without([1])), [a, c]),
+        (Tokens([first]), [first]),
+    ]:
+        sent = REPORTS.decode(REPORTS.encode(tokens))
+        assert isinstance(sent, Tokens) and list(sent) == list(tokens) == events
+        assert sent
+    assert not Tokens([])
 
 
 @pytest.mark.parametrize(
