@@ -25,7 +25,7 @@ from weft.schedule.guesses import Guesser
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import Admitted, StepPlan
 from weft.schedule.queue import Account, FairQueue
-from weft.schedule.sequence import OUTPUT_WEIGHT, Sequence
+from weft.schedule.sequence import OUTPUT_WEIGHT, Crew, Sequence
 from weft.schedule.slots import Load
 from weft.schedule.turns import Turns
 
@@ -48,16 +48,6 @@ class ToldTokens(NamedTuple):
     fed: list[tuple[int, int, int]]
     lags: list[tuple[int, int]]
     drafted: list[tuple[int, int]]
-
-
-class Crew(NamedTuple):
-    """The requests of a step, one for each entry of its plan. Successive decodes of the same
-    requests share one."""
-
-    sequences: list[Sequence]
-    rows: list[int]
-    request_ids: list[str]
-    num_cached: list[int]
 
 
 class Draft:
@@ -443,6 +433,9 @@ class Batch:
         assert sum(s.rules.guesser is not None for s in running) == self.num_guessed_at
         assert len(self.waiting) + len(running) == len(requests)
         assert all(s.row < 0 for s in self.waiting)
+        for seq in requests:
+            seq.check()
+        assert {s for s in requests if s.in_flight} <= {s for _, s in self._leaving}
         assert sorted(s for s in self.waiting if s.holding.blocks) == self._parked
         tenants = Counter(s.account.name for s in requests)
         assert tenants == {a.name: a.num_open for a in self.waiting.accounts if a.num_open}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -263,6 +264,13 @@ class Sequence:
         """Have the plan and the commit look at this request before they give it one more token."""
         self.decodes_until = self.rules.takes_until = 0
 
+    def check(self) -> None:
+        """Raise AssertionError if the plan or the commit might not look where they have to."""
+        rules, full = self.rules, self.holding.next_full
+        assert self.decodes_until <= min(rules.known_limit, self.holding.room + 1)
+        assert rules.takes_until <= max(0, min(rules.limit - 2, full - 1))
+        assert self.row >= 0 or not (self.decodes_until or rules.takes_until)
+
     def take(self, new: Iterable[int]) -> tuple[int, bool, WeftError | None]:
         """Take new tokens, up to one that ends the output or that a matcher does not allow. Returns
         how many were taken, whether the last of them ends the output, and the matcher's error."""
@@ -310,3 +318,13 @@ class Sequence:
 
     def __lt__(self, other: Sequence) -> bool:
         return self.order < other.order
+
+
+class Crew(NamedTuple):
+    """The requests of a step, one for each entry of its plan. Successive decodes of the same
+    requests share one."""
+
+    sequences: list[Sequence]
+    rows: list[int]
+    request_ids: list[str]
+    num_cached: list[int]
