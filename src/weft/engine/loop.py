@@ -110,9 +110,7 @@ class Loop:
         self.queue_times = QueueTimes()
         self.steps = 0
         self.host_s = 0.0
-        """Seconds of all steps without those for which the host has waited for the device."""
-        self._waited_s = 0.0
-        """For how many seconds it has, in all."""
+        """Seconds of all steps, less those for which the host has waited for the device."""
         self.idle = True
         """Whether the last step had nothing to run and nothing to wait for on the device."""
         self._delay = PlanDelay()
@@ -123,7 +121,7 @@ class Loop:
 
     def step(self) -> list[Tokens]:
         """Run one step. Returns the tokens of the steps that have ended by now, in their order."""
-        begun_s, waited_s = time.monotonic(), self._waited_s
+        begun_s = time.monotonic()
         if self.idle:
             self._ended_s = begun_s
         tokens = [Tokens(self._apply_loads() + self._apply_grammars())]
@@ -143,7 +141,7 @@ class Loop:
         self.idle = plan.empty and not self._flights and not tokens
         for each in tokens:  # those that follow are never the first ones
             each.events[:] = self.queue_times.stamp(each.events)
-        self.host_s += time.monotonic() - begun_s - (self._waited_s - waited_s)
+        self.host_s += time.monotonic() - begun_s
         return tokens
 
     def _land(self, ahead: int) -> list[Tokens]:
@@ -171,7 +169,7 @@ class Loop:
     def _note_wait(self, begun_s: float, ended: StepPlan) -> None:
         """Note that the host has waited since `begun_s` for the step `ended`."""
         now = time.monotonic()
-        self._waited_s += now - begun_s
+        self.host_s -= now - begun_s
         if self._scheduler.batch.waiting.shared:
             following = self._flights[0][0] if self._flights else None
             alike = following is not None and following.decodes
