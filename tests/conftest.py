@@ -19,7 +19,6 @@ import asyncio
 import atexit
 import gc
 import inspect
-import logging
 import os
 import platform
 import sys
@@ -28,7 +27,6 @@ from pathlib import Path
 
 import certifi
 import pytest
-from _pytest.logging import catching_logs
 from hypothesis import HealthCheck, settings
 from patience import in_time
 from workers import pytest_addoption, run_tests
@@ -64,24 +62,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("weft")
-
-
-_attach = catching_logs.__enter__
-
-
-def _attach_to_root(logs: catching_logs[logging.Handler]) -> logging.Handler:
-    """How pytest begins to note what is logged, twice in each phase of a test. By itself it would
-    look through hundreds of loggers each time for those that hand nothing on to the root's, such as
-    transformers' own."""
-    if logs.level is not None:
-        return _attach(logs)
-    root = logging.getLogger()
-    root.addHandler(logs.handler)
-    logs.attached_loggers.append(root)
-    return logs.handler
-
-
-catching_logs.__enter__ = _attach_to_root  # type: ignore[method-assign]
 
 
 TOGETHER = {
