@@ -116,19 +116,25 @@ class Holding:
 
     def key(self, tokens: TokenArray, index: int, size: int) -> bytes:
         """The key of the full block `index`; `tokens` only ever grow between calls."""
-        keys, chain = self._keys, self._chain
-        for i in range(len(keys), index + 1):
-            if i == self._first_adapted // size:
-                chain = self._chain = self._adapted(chain.digest())
-            chain.update(tokens[i * size : (i + 1) * size])
-            keys.append(chain.digest())
-        return keys[index]
+        if index >= len(self._keys):
+            self._extend(tokens, index + 1, size)
+        return self._keys[index]
 
     def keys(self, tokens: TokenArray, begin: int, end: int, size: int) -> list[bytes]:
         """The keys of the full blocks from `begin` to `end`; see `key`."""
-        if begin < end:
-            self.key(tokens, end - 1, size)
+        if end > len(self._keys):
+            self._extend(memoryview(tokens), end, size)
         return self._keys[begin:end]
+
+    def _extend(self, content: TokenArray | memoryview, end: int, size: int) -> None:
+        """Make the keys of the full blocks of `content` before `end`. Of many blocks, parts of a
+        view are made faster than parts of an array."""
+        keys, chain, first_adapted = self._keys, self._chain, self._first_adapted // size
+        for i in range(len(keys), end):
+            if i == first_adapted:
+                chain = self._chain = self._adapted(chain.digest())
+            chain.update(content[i * size : (i + 1) * size])
+            keys.append(chain.digest())
 
     def _adapted(self, before: bytes) -> hashlib._Hash:
         """The hash that replaces one with the digest `before` where the version becomes active."""
