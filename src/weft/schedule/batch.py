@@ -25,7 +25,7 @@ from weft.schedule.guesses import Guesser
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import Admitted, StepPlan
 from weft.schedule.queue import Account, FairQueue
-from weft.schedule.sequence import OUTPUT_WEIGHT, Crew, Sequence
+from weft.schedule.sequence import OUTPUT_WEIGHT, Sequence, StepEntries
 from weft.schedule.slots import Load
 from weft.schedule.turns import Turns
 
@@ -197,10 +197,10 @@ class Batch:
         """How many running requests have a guesser."""
         self._parked: list[Sequence] = []
         """Waiting requests with blocks, in the order of their arrival."""
-        self.flights: dict[int, Crew] = {}
+        self.flights: dict[int, StepEntries] = {}
         """The requests of the planned steps that are not committed, in the order of the steps."""
-        self._crew: Crew | None = None
-        """That of the last step, if no row was given back since."""
+        self._entries: StepEntries | None = None
+        """Those of the last step, if no row was given back since."""
         self._leaving: deque[tuple[int, Sequence]] = deque()
         """Requests that lost their rows while steps were in flight, and the last of these."""
         self._charged_in = -1
@@ -330,14 +330,14 @@ class Batch:
 
     def launch(self, draft: Draft, loads: list[Load]) -> StepPlan:
         """The plan of a step, which is in flight from now on, unless it is empty."""
-        crew, sequences = self._crew, draft.sequences
-        if crew is None or crew.sequences != sequences:
+        entries, sequences = self._entries, draft.sequences
+        if entries is None or entries.sequences != sequences:
             each = [(seq.row, seq.request.request_id, seq.num_cached) for seq in sequences]
             rows, ids, cached = map(list, zip(*each, strict=True)) if each else ([], [], [])
-            crew = self._crew = Crew(sequences, rows, ids, cached)
+            entries = self._entries = StepEntries(sequences, rows, ids, cached)
         if sequences:
-            self.flights[draft.step] = crew
-        return draft.plan(crew.rows, loads)
+            self.flights[draft.step] = entries
+        return draft.plan(entries.rows, loads)
 
     def landed(self, step: int) -> None:
         """The steps up to this one are in flight no more."""
@@ -406,7 +406,7 @@ class Batch:
         self._free_rows.append(seq.row)
         seq.row = -1
         seq.look_at()
-        self._crew = None
+        self._entries = None
         if self.flights:
             seq.in_flight = True
             self._leaving.append((next(reversed(self.flights)), seq))

@@ -199,10 +199,10 @@ class Scheduler:
         The loop runs for every request in every step, so it is written flat. It takes only tokens
         after which their requests go on, and nothing else is to be done.
         """
-        crew, starts = self.batch.flights.pop(plan.step), plan.starts
-        planned, others, apart = crew.sequences, list[int](), list[int]()
+        entries, starts = self.batch.flights.pop(plan.step), plan.starts
+        planned, others, apart = entries.sequences, list[int](), list[int]()
         if not self.trials.quiet:
-            self.trials.passed(set(crew.request_ids))
+            self.trials.passed(set(entries.request_ids))
         take_of_prompts(planned, plan, result)
         firsts, logprobs, ends = by_entry(plan, result)
         for i, seq, token, start in zip(range(len(planned)), planned, firsts, starts, strict=True):
@@ -223,7 +223,9 @@ class Scheduler:
         for _, number in plan.snapshots:
             self._cache.snapshot_ended(number, True)
         self.batch.landed(plan.step)
-        following = FollowingTokens(crew.request_ids, firsts, crew.num_cached, starts, logprobs)
+        following = FollowingTokens(
+            entries.request_ids, firsts, entries.num_cached, starts, logprobs
+        )
         following = following.without(apart) if apart else following
         self.totals.generated_tokens += len(following.token_ids)
         return Tokens(events, following if following.token_ids else None)
@@ -231,10 +233,10 @@ class Scheduler:
     def fail(self, plans: list[StepPlan], error: WeftError) -> list[TokenEvent]:
         """Take back failed steps: their requests wait again. A request that is known to have made
         the first step fail ends, and its event is returned."""
-        crews = [self.batch.flights.pop(plan.step) for plan in plans]
+        taken_back = [self.batch.flights.pop(plan.step) for plan in plans]
         self.batch.landed(plans[-1].step)
-        each = zip(crews, plans, strict=True)
-        failed, *_ = [self.batch.roll_back(crew.sequences, plan) for crew, plan in each]
+        each = zip(taken_back, plans, strict=True)
+        failed, *_ = [self.batch.roll_back(entries.sequences, plan) for entries, plan in each]
         blamed = self.trials.failed([seq.request_id for seq in failed if not seq.done])
         return [self._finish(self._by_id[blamed], "error", error=error)] if blamed else []
 

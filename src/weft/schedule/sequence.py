@@ -320,7 +320,7 @@ class Sequence:
         return self.order < other.order
 
 
-class Crew(NamedTuple):
+class StepEntries(NamedTuple):
     """The requests of a step, one for each entry of its plan. Successive decodes of the same
     requests share one."""
 
