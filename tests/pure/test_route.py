@@ -114,12 +114,13 @@ def test_a_worse_report_never_attracts(
     worse = data.draw(st.sampled_from(range(len(fleet))))
     load = fleet[worse]
     slower = {k: 2 * getattr(load.costs, k) for k in Costs.__slots__}
+    others = {key + 1000: s for key, s in load.loading.items()}  # its loader is as busy as before
     load = data.draw(
         st.sampled_from(
             [
                 replace(load, num_waiting=load.num_waiting + 3),
                 replace(load, queued_tokens=load.queued_tokens + 500),
-                replace(load, resident=frozenset(), host=frozenset(), loading={}),
+                replace(load, resident=frozenset(), host=frozenset(), loading=others),
                 replace(load, prefixes=frozenset()),
                 replace(load, running_adapters=frozenset()),
                 replace(load, costs=Costs(**slower)),
