@@ -83,8 +83,8 @@ class ApiSettings:
     embedding: EmbeddingRule = DECODER
     """How hidden states of the model become vectors."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    """What fields of `SamplingParams` are where a request does not say, if not the API's defaults:
-    see `weft.models.config.sampling_defaults`."""
+    """The model's own defaults of some fields of `SamplingParams`, which requests get that do not
+    give these fields: see `weft.models.config.sampling_defaults`."""
     default_max_tokens: int = 16
     """What completions get by default; chats get the rest of the context."""
     tool_call_parser: str | None = "auto"

@@ -91,9 +91,8 @@ _HELP = {
     "--reasoning-parser": "How the model marks its reasoning, so that it is kept apart from the"
     " answer. auto: recognise it by the chat template. none: leave it in the answer. Others:"
     f" {names_of(ReasoningParser)}. think is <think> and </think>.",
-    "--generation-config": "What requests get that do not say how to sample. auto: the temperature,"
-    " top_k, top_p, min_p and repetition_penalty of the model's generation_config.json, if it has"
-    " them. none: the API's defaults.",
+    "--generation-config": "The defaults of sampling. auto: temperature, top_k, top_p, min_p and"
+    " repetition_penalty as the model's generation_config.json has them. none: those of the API.",
     "--shutdown-timeout": "On shutdown, wait this long for open requests to finish.",
     "--watchdog-timeout": "Restart the engine if one step takes longer than this, because it"
     " hangs. 0: never.",

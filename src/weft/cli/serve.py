@@ -285,8 +285,7 @@ def _on_signals(call: Callable[[], object]) -> None:
 async def _load(
     start: _Start, contents: Contents, blobs: Blobs | None
 ) -> tuple[Supervisor | FleetClient, Tokenizer | None, dict[str, float]]:
-    """The engine's process and the tokenizer, which load side by side, and how requests are sampled
-    that do not say it."""
+    """The engine's process and the tokenizer, which load side by side; and `sampling_defaults`."""
     model = start.engine.model
     await asyncio.to_thread(resolve_model, model.model, model.revision, weights=False)
     logger.info("start: loading %s", model.model)
@@ -315,14 +314,13 @@ def _embedding_rule(model: ModelArgs) -> EmbeddingRule:
 
 
 def _sampling_defaults(start: _Start) -> dict[str, float]:
-    """What requests get that do not say how to sample, if not the API's defaults."""
+    """The model's own defaults of sampling, unless `--generation-config none` leaves them out."""
     if start.flags.generation_config == "none":
         return {}
     defaults = sampling_defaults(start.engine.model.model, start.engine.model.revision)
     if defaults:
         told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-        message = "requests that do not say how to sample get what generation_config.json says: %s"
-        logger.info(message, told)
+        logger.info("the defaults of sampling are those of generation_config.json: %s", told)
     return defaults
 
 

@@ -150,7 +150,7 @@ class FollowingTokens(NamedTuple):
     num_cached_tokens: list[int]
     """See `TokenEvent`."""
     positions: list[int]
-    """The position behind which each token comes, so its request now has two tokens more."""
+    """The position, counted from 0, of the token that each new token follows."""
     logprobs: list[TokenLogprob | None] | None
     """Those of the tokens whose requests ask for them; None if no request does."""
 

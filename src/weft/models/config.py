@@ -387,14 +387,21 @@ def sampling_defaults(path_or_id: str | Path, revision: str | None = None) -> di
     """How the makers of a model want tokens to be chosen: those fields of `SamplingParams` that
     generation_config.json of a local folder or a hub id has. Raises ConfigError, naming the field.
     """
-    path = resolve_model(path_or_id, revision, weights=False) / "generation_config.json"
-    raw = _read_json(path) if path.is_file() else {}
+    folder = resolve_model(path_or_id, revision, weights=False)
+    raw = _generation_config(folder)
     stated = {name: raw[name] for name in _SAMPLED_BY if raw.get(name) is not None}
     try:
         SamplingParams(**stated)
     except InvalidRequest as error:
-        raise ConfigError(f"{path}: {error.message}", error.param) from error
+        told = f"{folder}/generation_config.json: {error.message}"
+        raise ConfigError(told, error.param) from error
     return stated
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    """What generation_config.json in a model's folder holds; nothing if there is no such file."""
+    path = folder / "generation_config.json"
+    return _read_json(path) if path.is_file() else {}
 
 
 def _dtype(raw: dict[str, Any]) -> str:
@@ -407,8 +414,7 @@ def _dtype(raw: dict[str, Any]) -> str:
 
 def _eos_token_ids(folder: Path, raw: dict[str, Any], of_text: object) -> tuple[int, ...]:
     """`of_text`: what the text part says, where the files say nothing of the whole model."""
-    generation = folder / "generation_config.json"
-    value = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    value = _generation_config(folder).get("eos_token_id")
     if value is None:
         value = raw.get("eos_token_id")
     if value is None:

@@ -202,7 +202,7 @@ class Batch:
         self._entries: StepEntries | None = None
         """Those of the last step, if no row was given back since."""
         self._leaving: deque[tuple[int, Sequence]] = deque()
-        """Requests that lost their rows while steps were in flight, and the last of these."""
+        """Requests that lost their rows, each behind the last step that was in flight then."""
         self._charged_in = -1
         """The step in which the tenants' counters were last brought up to date."""
         self.totals = Totals()

@@ -241,8 +241,8 @@ class Scheduler:
         return [self._finish(self._by_id[blamed], "error", error=error)] if blamed else []
 
     def _fill_block(self, seq: Sequence, start: int, token: int) -> bool:
-        """Take the token behind the position `start` if only a full block is to be registered with
-        it. Returns whether that is so."""
+        """Take the token that follows the position `start`, if all that is left to do is to
+        register the block that is full now. Returns whether it was taken."""
         rules = seq.rules
         if not 0 < rules.takes_until <= start < rules.known_limit - 2 or token in rules.endings:
             return False

@@ -60,8 +60,8 @@ class OutputRules:
         """What `Sequence.known` may reach before the next token is accepted; 0 while guesses are
         in flight."""
         self.takes_until = 0
-        """The token behind a position before this one is taken without a look at anything but
-        `endings`. 0: none has been taken since the request got its row."""
+        """The commit takes a token that follows a position before this one, and is none of
+        `endings`, without any other check. 0: no token was taken since the request got its row."""
         self.guesser = self._guesser(request, limits, vocab_size)
 
     def _guesser(
@@ -216,8 +216,8 @@ class Sequence:
         self.lacking = self.known
         """How many of these are not computed; 1 while it decodes."""
         self.decodes_until = 0
-        """While `known` is less, one more token is planned without a look at anything else. 0: it
-        is to be looked at."""
+        """As long as `known` is less than this, the plan adds one more token to the request without
+        any other check. 0: the next plan has to check it."""
         self.in_flight = False
         """Whether steps from before it lost its row are not committed yet."""
         self.row = -1
@@ -321,8 +321,7 @@ class Sequence:
 
 
 class StepEntries(NamedTuple):
-    """The requests of a step, one for each entry of its plan. Successive decodes of the same
-    requests share one."""
+    """The requests of a step's entries. Successive decodes of the same requests share one."""
 
     sequences: list[Sequence]
     rows: list[int]

@@ -26,7 +26,6 @@ CHUNK_TOKENS = 8
 """A step whose chunks are shorter on average takes a graph of more tokens. Room for more chunks
 would slow down all other steps, in which each unused one has some hundred idle programs a layer."""
 
-
 MAX_CONTEXT = 8192
 """The longest context of a decode in a mixed step with a graph, where contexts are not cut into
 parts, as the cuts would depend on the number of decodes."""
@@ -152,13 +151,13 @@ class GraphInputs:
             of_states = states, inputs.query_start, inputs.source_S, inputs.lag_S
             if not _lay_out_states(state_work(*of_states), form, parts):
                 return False
-        if last_form is not form or last.row_T is not inputs.row_T:
+        same_rows = last_form is form and last.row_T is inputs.row_T
+        if not same_rows:
             self._pad(parts, num_tokens, num_seqs)
             if form.num_tiles:
                 parts.sampled_S[: len(inputs.sampled_tokens_N)] = inputs.sampled_tokens_N
             parts.row_T[:num_tokens] = inputs.row_T
-            last_form = None
-        if last_form is None or last.ids_T is not inputs.ids_T:
+        if not same_rows or last.ids_T is not inputs.ids_T:
             carried_T = inputs.from_device_T
             parts.ids_T[:num_tokens] = inputs.ids_T
             parts.carried_T[:num_tokens] = False if carried_T is None else carried_T
