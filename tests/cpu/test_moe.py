@@ -104,7 +104,8 @@ def test_experts_add_what_their_adapters_say(
     step = made.begin(batch_of(slots))
     generator = torch.Generator().manual_seed(1)
     scores = torch.rand((len(slots), NUM_EXPERTS - 1), generator=generator)
-    routing = route(scores.topk(TOP_K).indices, NUM_EXPERTS, first)
+    expert_TK = scores.topk(TOP_K).indices - (first or 0)
+    routing = route(expert_TK, NUM_EXPERTS, some=first is not None)
     token_P = routing.order_P // TOP_K
     experts = step.experts(token_P, routing.expert_P)
     starts = [0, layouts[0].num_elements, layouts[0].num_elements + layouts[1].num_elements]
@@ -135,7 +136,7 @@ def test_routing_orders_pairs_by_expert_then_by_token() -> None:
 
 def test_pairs_whose_expert_is_elsewhere_come_last() -> None:
     expert_TK = torch.tensor([[3, 0], [0, 4], [3, 5], [1, 3]])
-    routing = route(expert_TK, 2, first=3)
+    routing = route(expert_TK - 3, 2, some=True)
     assert routing.expert_P.tolist() == [0, 0, 0, 1, -1, -1, -1, -1]
     assert (routing.order_P // 2).tolist() == [0, 2, 3, 1, 0, 1, 2, 3]
     assert routing.order_P[routing.place_P].tolist() == list(range(8))

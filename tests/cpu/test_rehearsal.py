@@ -18,7 +18,7 @@ from graph_cases import CONFIG
 from weft.core.errors import AdapterQuarantined
 from weft.core.sampling import SamplingParams
 from weft.core.stages import Stages
-from weft.core.targets import Packed, build_table
+from weft.core.targets import Extras, Packed, build_table, layout_of
 from weft.kernels.attention import make_batch
 from weft.kernels.collective.base import ALONE
 from weft.kernels.delta import StateRows
@@ -123,6 +123,21 @@ def test_kernels_for_adapters_of_experts_are_rehearsed_where_there_are_experts()
     for rows, has_experts in (([linear], False), ([linear, experts], True)):
         layout = rehearsed_adapter(build_table(rows, [], False, 4))
         assert layout.has_experts == has_experts and not layout.max_rank
+
+
+def test_adapters_of_routers_in_float32_count_as_those_of_experts() -> None:
+    """By A and B, by factors of the output alone, and not by anything else."""
+    linear = Packed("0.o", "linear", 8, (8,), ("layers.0.o_proj",))
+    router = Packed("0.router", "linear", 8, (4,), ("layers.0.mlp.gate",), float32=True)
+    table = build_table([linear, router], [], False, 4)
+    for ranks, extras, counts in (
+        ((2, 0), None, False),
+        ((2, 1), None, True),
+        ((2, 0), Extras(scaled=frozenset({0})), False),
+        ((2, 0), Extras(scaled=frozenset({1})), True),
+        ((2, 0), Extras(shifted=frozenset({1})), True),
+    ):
+        assert layout_of(table, ranks, extras).has_experts == counts
 
 
 def test_an_abridged_model_has_a_layer_of_each_sort(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import weft.kernels.triton_choice as of_choice
 import weft.kernels.triton_experts as kernels
 from weft.core.units import EXPERT_UNIT
 from weft.kernels.activations import Activation, ClampedSwiglu, reference_activate_and_mul
-from weft.kernels.ops import ExpertChoice, ExpertWeights, Pending, Product
+from weft.kernels.ops import ExpertChoice, ExpertWeights, Pending, Product, Shared
 from weft.kernels.ops import choose_experts as torch_choose
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
@@ -37,6 +38,18 @@ def make_weights(
     biases = (random(num_experts, parts * width), random(num_experts, HIDDEN)) if biased else ()
     weights = random(num_experts, parts * width, HIDDEN), random(num_experts, HIDDEN, width)
     return ExpertWeights(*weights, *biases)
+
+
+def choose(
+    logits: Product,
+    choice: ExpertChoice,
+    scale_E: Tensor | None = None,
+    correction_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the kernel chooses of experts whose matrices don't matter."""
+    nothing = logits.y_TO
+    experts = ExpertWeights(nothing, nothing, scale_E=scale_E, correction_E=correction_E)
+    return of_choice.choose_experts(logits, choice, experts)
 
 
 def expected(
@@ -79,15 +92,52 @@ def test_each_token_gets_the_sum_of_its_experts(
     weights = make_weights(num_experts, activation is CLAMPED, generator, parts)
     x_TI = torch.randn(num_rows, HIDDEN, generator=generator)
     logits_TE = torch.randn(num_rows, num_experts, generator=generator)
-    weight_TK, expert_TK = kernels.choose_experts(
-        Product(logits_TE), ExpertChoice(top_k, False, True, False)
-    )
-    found_TI = kernels.mlp(x_TI, weight_TK, expert_TK, weights, activation)
+    weight_TK, expert_TK = choose(Product(logits_TE), ExpertChoice(top_k, False, True, False))
+    found_TI = kernels.mixture(x_TI, (weight_TK, expert_TK), weights, activation)
+    assert found_TI is not None
     wanted_TI = expected(x_TI, weight_TK, expert_TK, weights, activation)
     error = (found_TI - wanted_TI).abs().max() / wanted_TI.abs().max()
     assert error < 2.0**-18
-    alone_1I = kernels.mlp(x_TI[-1:], weight_TK[-1:], expert_TK[-1:], weights, activation)
-    assert torch.equal(alone_1I[0], found_TI[-1])
+    last = weight_TK[-1:], expert_TK[-1:]
+    alone_1I = kernels.mixture(x_TI[-1:], last, weights, activation)
+    assert alone_1I is not None and torch.equal(alone_1I[0], found_TI[-1])
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_the_shared_expert_s_part_is_added(num_rows: int, weighed: bool) -> None:
+    """What adapters add to it counts for the rows that have one, and is undefined for others."""
+    generator = torch.Generator().manual_seed(num_rows)
+    weights = make_weights(4, False, generator)
+    x_TI, y_TI, add_TI = torch.randn(3, num_rows, HIDDEN, generator=generator)
+    slot_T = torch.arange(num_rows, dtype=torch.int32) % 3 - 1
+    add_TI[slot_T < 0] = torch.nan
+    gate_T1 = torch.randn(num_rows, 1, generator=generator) if weighed else None
+    shared = Shared(Product(y_TI, Pending(add_TI, slot_T)), gate_T1)
+    logits = Product(torch.randn(num_rows, 4, generator=generator))
+    chosen = choose(logits, ExpertChoice(2, False, True, False))
+    alone_TI = kernels.mixture(x_TI, chosen, weights, "silu")
+    found_TI = kernels.mixture(x_TI, chosen, weights, "silu", shared)
+    assert alone_TI is not None and found_TI is not None
+    torch.testing.assert_close(found_TI, alone_TI + shared.whole())
+
+
+@pytest.mark.parametrize(("num_rows", "num_inputs"), [(1, 128), (9, 100), (64, 5000)])
+def test_routers_in_float32(num_rows: int, num_inputs: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    x_TI = torch.randn(num_rows, 2 * num_inputs, generator=generator).bfloat16()[:, :num_inputs]
+    weight_OI = torch.randn(7, num_inputs, generator=generator)
+    found_TO = of_choice.exact_linear(x_TI, weight_OI)
+    assert found_TO is not None
+    wanted_TO = x_TI.double() @ weight_OI.double().t()
+    assert (found_TO - wanted_TO).abs().max() < 2.0**-18 * wanted_TO.abs().max()
+    alone_1O = of_choice.exact_linear(x_TI[-1:], weight_OI)
+    assert alone_1O is not None and torch.equal(alone_1O[0], found_TO[-1])
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (65, 8), (1, 8193)])
+def test_other_routers_are_left_to_torch(shape: tuple[int, int]) -> None:
+    assert of_choice.exact_linear(torch.zeros(shape), torch.zeros(2, shape[1])) is None
 
 
 @pytest.mark.usefixtures("unwritten_is_nan")
@@ -100,14 +150,16 @@ def test_ranks_with_some_experts_each_add_up_to_all(num_rows: int) -> None:
     x_TI = torch.randn(num_rows, HIDDEN, generator=generator)
     logits = Product(torch.randn(num_rows, 6, generator=generator))
     choice = ExpertChoice(2, False, True, False)
-    wanted_TI = kernels.mixture(x_TI, logits, choice, every, CLAMPED)
+    chosen = of_choice.choose_experts(logits, choice, every)
+    wanted_TI = kernels.mixture(x_TI, chosen, every, CLAMPED)
     assert wanted_TI is not None
     left_TI = wanted_TI.clone()
     for first in (0, 2, 4):
         here = slice(first, first + 2)
         names = "gate_up_EOI", "down_EIF", "gate_up_bias_EO", "down_bias_EI"
         own = replace(every, first=first, **{name: getattr(every, name)[here] for name in names})
-        found_TI = kernels.mixture(x_TI, logits, choice, own, CLAMPED)
+        chosen = of_choice.choose_experts(logits, choice, own)
+        found_TI = kernels.mixture(x_TI, chosen, own, CLAMPED)
         assert found_TI is not None
         left_TI -= found_TI
     assert left_TI.abs().max() < 2.0**-18 * wanted_TI.abs().max()
@@ -129,7 +181,7 @@ def test_the_likeliest_experts_are_chosen(choice: ExpertChoice, scaled: bool) ->
     slot_T = torch.tensor([-1, 0, 3, -1, 1, 0, -1], dtype=torch.int32)
     logits = Product(logits_TE, Pending(add_TE, slot_T))
     scale_E = torch.rand(37, generator=generator) if scaled else None
-    weight_TK, expert_TK = kernels.choose_experts(logits, choice, scale_E)
+    weight_TK, expert_TK = choose(logits, choice, scale_E)
     wanted_TK, order_TK = torch_choose(logits.whole(), choice, scale_E)
     assert torch.equal(expert_TK, order_TK)
     torch.testing.assert_close(weight_TK, wanted_TK)
@@ -146,7 +198,7 @@ def test_experts_are_chosen_by_corrected_weights(
     logits = Product(3 * torch.randn(20, 36, generator=generator))
     correction_E = torch.randn(36, generator=generator) / 8
     choice = ExpertChoice(6, False, normalize, False, sigmoid, *groups, least_sum=0.25)
-    weight_TK, expert_TK = kernels.choose_experts(logits, choice, correction_E=correction_E)
+    weight_TK, expert_TK = choose(logits, choice, correction_E=correction_E)
     wanted_TK, order_TK = torch_choose(logits.whole(), choice, correction_E=correction_E)
     assert torch.equal(expert_TK, order_TK)
     torch.testing.assert_close(weight_TK, wanted_TK)
@@ -158,7 +210,7 @@ def test_experts_are_chosen_by_corrected_weights(
 def test_groups_without_corrections_are_rated_by_their_best_experts(best_of_group: int) -> None:
     logits = Product(3 * torch.randn(20, 36, generator=torch.Generator().manual_seed(0)))
     choice = ExpertChoice(6, False, False, False, False, 9, 3, best_of_group)
-    weight_TK, expert_TK = kernels.choose_experts(logits, choice)
+    weight_TK, expert_TK = choose(logits, choice)
     wanted_TK, order_TK = torch_choose(logits.whole(), choice)
     assert torch.equal(expert_TK, order_TK)
     torch.testing.assert_close(weight_TK, wanted_TK)
@@ -169,25 +221,26 @@ def test_groups_without_corrections_are_rated_by_their_best_experts(best_of_grou
 def test_logits_that_are_no_numbers_choose_experts_that_are_there() -> None:
     logits_TE = torch.full((2, 3), torch.nan)
     logits_TE[1] = torch.tensor([-torch.inf, 1.0, -torch.inf])
-    _, expert_TK = kernels.choose_experts(Product(logits_TE), ExpertChoice(3, False, True, False))
+    _, expert_TK = choose(Product(logits_TE), ExpertChoice(3, False, True, False))
     assert expert_TK.sort().values.tolist() == [[0, 1, 2]] * 2
 
 
 def test_what_these_kernels_are_not_for_is_left_to_others() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = make_weights(2, False, generator)
-    choice = ExpertChoice(1, False, False, False)
     for x_TI in (torch.randn(65, HIDDEN), torch.randn(0, HIDDEN)):
-        logits = Product(torch.zeros(len(x_TI), 2))
-        assert kernels.mixture(x_TI, logits, choice, weights, "silu") is None
+        assert kernels.mixture(x_TI, first_of_all(len(x_TI)), weights, "silu") is None
     narrow = ExpertWeights(weights.gate_up_EOI[:, :-2], weights.down_EIF[..., :-1])
-    logits = Product(torch.zeros(1, 2))
-    assert kernels.mixture(torch.randn(1, HIDDEN), logits, choice, narrow, "silu") is None
+    assert kernels.mixture(torch.randn(1, HIDDEN), first_of_all(1), narrow, "silu") is None
 
 
 @pytest.mark.parametrize("width", [3 * EXPERT_UNIT, EXPERT_UNIT // 2])
 def test_widths_are_taken_in_the_units_by_which_experts_are_cut(width: int) -> None:
     weights = ExpertWeights(torch.zeros(2, 2 * width, HIDDEN), torch.zeros(2, HIDDEN, width))
-    choice, logits = ExpertChoice(1, False, False, False), Product(torch.zeros(1, 2))
-    found = kernels.mixture(torch.zeros(1, HIDDEN), logits, choice, weights, "silu")
+    found = kernels.mixture(torch.zeros(1, HIDDEN), first_of_all(1), weights, "silu")
     assert (found is None) == (width % EXPERT_UNIT > 0)
+
+
+def first_of_all(num_rows: int) -> tuple[Tensor, Tensor]:
+    """All tokens choose the first expert."""
+    return torch.ones(num_rows, 1), torch.zeros(num_rows, 1, dtype=torch.int64)

@@ -24,6 +24,7 @@ from weft.kernels.activations import ClampedSwiglu, Xielu, reference_activate_an
 from weft.kernels.attention import AttentionBatch, KVCache, make_batch, reference_attend, write_kv
 from weft.kernels.attention.rounds import Rounds, rows_at_once
 from weft.kernels.ops import Ops, Pending, Product, Rope, reference_rms_norm
+from weft.kernels.triton_pending import KernelPending
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
 
@@ -273,6 +274,18 @@ def test_heads_with_norms_have_the_same_bits_in_turn(
         found.append((q, own.k, own.v))
     for one, in_turn in zip(*found, strict=True):
         torch.testing.assert_close(one, in_turn, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_pending_is_added_where_the_whole_is_needed(dtype: torch.dtype) -> None:
+    """And rounded once. What is there for rows without an adapter is undefined."""
+    generator = torch.Generator().manual_seed(0)
+    y_TO = torch.randn(5, 3000, generator=generator).to(dtype)[:, :1500]
+    add_TO = torch.randn(5, 1500, generator=generator)
+    slot_T = torch.tensor([0, -1, 3, -1, 0], dtype=torch.int32)
+    add_TO[slot_T < 0] = torch.nan
+    found, wanted = (kind(add_TO, slot_T).added_to(y_TO) for kind in (KernelPending, Pending))
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("places", [32, 31])

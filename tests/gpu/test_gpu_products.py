@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from lora_pools import batch_of, random_pool
 from tables import build_table
 
-from weft.kernels import triton_experts
+from weft.kernels import triton_choice, triton_experts
 from weft.kernels.activations import Activation, ClampedSwiglu, activate_and_mul
 from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import triton as lora_kernels
@@ -133,7 +133,8 @@ def test_experts(shape: tuple[int, int, int, int], num_rows: int) -> None:
     weights = ExpertWeights(gate_up_EOI, down_EIF, bias_EO, bias_EI)
     x_TI, logits_TE = random(num_rows, hidden) * hidden**0.5, random(num_rows, num_experts)
     choice, activation = ExpertChoice(top_k, True, False, False), ClampedSwiglu(1.702, 7.0)
-    y_TI = triton_experts.mixture(x_TI, Product(logits_TE), choice, weights, activation)
+    chosen = triton_choice.choose_experts(Product(logits_TE), choice, weights)
+    y_TI = triton_experts.mixture(x_TI, chosen, weights, activation)
     assert y_TI is not None
     weight_TK, expert_TK = choose_experts(logits_TE, choice)
     for t in range(0, num_rows, 9):
@@ -145,9 +146,8 @@ def test_experts(shape: tuple[int, int, int, int], num_rows: int) -> None:
         error = (y_TI[t] - wanted_I).norm() / wanted_I.norm()
         assert error < 2.0**-7
         alone = slice(t, t + 1)
-        alone_1I = triton_experts.mixture(
-            x_TI[alone], Product(logits_TE[alone]), choice, weights, activation
-        )
+        of_one = chosen[0][alone], chosen[1][alone]
+        alone_1I = triton_experts.mixture(x_TI[alone], of_one, weights, activation)
         assert alone_1I is not None
         assert torch.equal(alone_1I[0], y_TI[t])
 

@@ -204,6 +204,12 @@ class TargetTable:
         return any(group.kind == "experts" for group in self.groups)
 
     @cached_property
+    def of_experts(self) -> frozenset[int]:
+        """The slices of experts, and of routers whose logits are float32."""
+        groups = (g for g in self.groups if g.kind == "experts" or g.packed.float32)
+        return frozenset(s.slice for group in groups for s in group.slices)
+
+    @cached_property
     def absorbed(self) -> frozenset[int]:
         """The slices of projections that are absorbed; see `Packed`."""
         groups = (group for group in self.groups if group.packed.absorbed)
@@ -325,7 +331,8 @@ class ImageLayout:
     rows of embedding and head are theirs, and include what the adapter's A and B add to them. If
     there are fewer, A, B and vectors have no effect for the tokens beyond."""
     has_experts: bool = False
-    """Whether it changes experts."""
+    """Whether it changes experts, or a router whose logits are float32. Steps without such adapters
+    leave out the adapters' kernels there."""
 
     @property
     def max_rank(self) -> int:
@@ -370,7 +377,10 @@ def layout_of(
             r = rank[s.slice]
             b_offset.append(end if r else -1)
             end += copies * aligned(r * s.b_features)
-    experts = any(rank[s.slice] for g in table.groups if g.kind == "experts" for s in g.slices)
+    changed = {i for i, r in enumerate(rank) if r}
+    if extras:
+        changed |= extras.scaled | extras.shifted
+    experts = not changed.isdisjoint(table.of_experts)
     plain = ImageLayout(rank, tuple(a_offset), tuple(b_offset), end, has_experts=experts)
     return _with_extras(plain, table, extras, 4 // element_bytes) if extras else plain
 

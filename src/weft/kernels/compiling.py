@@ -91,6 +91,11 @@ def _launch_or_compile(
     return _launch(self, *args, grid=grid, warmup=warmup or _is_ahead.get(), **options)
 
 
+def is_compiling_ahead() -> bool:
+    """Whether kernels that this thread calls do not run, so that their outputs are undefined."""
+    return _is_ahead.get()
+
+
 def read_compiler() -> None:
     """Begin to read Triton's compiler, on a thread of its own. Its hash is part of the key of every
     kernel, and takes half a second, which the first kernel would otherwise wait for."""

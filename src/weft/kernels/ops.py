@@ -182,6 +182,18 @@ class ExpertWeights:
     """The number of the first of these experts, where others are elsewhere; None: these are all."""
 
 
+class Shared(NamedTuple):
+    """What an expert that all tokens go through adds to a mixture, (T, I)."""
+
+    product: Product
+    gate_T1: Tensor | None = None
+    """The logit of each token's weight, which is its sigmoid; None: weights are 1."""
+
+    def whole(self) -> Tensor:
+        y_TI = self.product.whole()
+        return y_TI if self.gate_T1 is None else y_TI * self.gate_T1.sigmoid()
+
+
 def choose_experts(
     logits_TE: Tensor,
     choice: ExpertChoice,
@@ -293,16 +305,30 @@ class Ops:
             both_T2F = torch.cat((both_T2F, up_TF), 1)
         return activate_and_mul(both_T2F, activation)
 
+    def exact_linear(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        """The product x W^T in float32, (T, O), of a weight in float32."""
+        return F.linear(x_TI.float(), weight_OI)
+
+    def choose_experts(
+        self, logits: Product, choice: ExpertChoice, experts: ExpertWeights
+    ) -> tuple[Tensor, Tensor]:
+        """Compute what the function `choose_experts` does. Experts are counted from the first one
+        that is here, so that those before it have negative numbers."""
+        chosen = logits.whole(), choice, experts.scale_E, experts.correction_E
+        weight_TK, expert_TK = choose_experts(*chosen)
+        return weight_TK, expert_TK - (experts.first or 0)
+
     def mixture(
         self,
         x_TI: Tensor,
-        logits: Product,
-        choice: ExpertChoice,
+        chosen: tuple[Tensor, Tensor],
         experts: ExpertWeights,
         activation: Activation,
+        shared: Shared | None = None,
     ) -> Tensor | None:
-        """Compute the sum of each token's experts, as far as they are here, (T, I), by kernels that
-        do all of it. None where there are none for so many rows or such shapes."""
+        """Compute the sum of each token's experts, as far as they are here, and of the shared one,
+        (T, I), by kernels that do all of it. `chosen` is what the method `choose_experts` gives.
+        None where there are no such kernels for so many rows or such shapes."""
         return None
 
     def rope_and_write(

@@ -1,6 +1,6 @@
-"""The choice of each token's experts, in one launch.
+"""The choice of each token's experts in one launch, and routers' logits in float32.
 
-Shapes: T token rows, E experts, K experts of a token.
+Shapes: T token rows, I hidden size, E experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.core.numbers import next_power_of_2
-from weft.kernels.ops import ExpertChoice, Product
+from weft.core.numbers import cdiv, next_power_of_2
+from weft.kernels.compiling import is_compiling_ahead
+from weft.kernels.ops import ExpertChoice, ExpertWeights, Product
 from weft.kernels.triton_base import (
     ALL_AT_ONCE,
     has_pending,
@@ -19,6 +20,57 @@ from weft.kernels.triton_base import (
     starts_early,
     with_pending,
 )
+
+FEW_TOKENS = 64
+"""Up to so many tokens, `exact_linear` is faster than torch's product, which needs a copy of x in
+float32."""
+OUTPUTS, ROWS = 2, 4
+"""Outputs and rows that a program of `exact_linear` has."""
+WIDEST = 8192
+"""The most inputs of which a program holds all weights of its outputs."""
+
+
+@triton.jit(do_not_specialize=["T"])
+def _exact_linear(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    T,
+    x_stride,
+    O: tl.constexpr,  # noqa: E741
+    I: tl.constexpr,  # noqa: E741
+    BLOCK_I: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out, fp32 (T, O) = x (T, I) times w^T, fp32 (O, I). Programs (parts of O, parts of T)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    o = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    i = tl.arange(0, BLOCK_I)
+    ok = (o < O)[:, None] & (i < I)[None, :]
+    w = tl.load(w_ptr + o[:, None] * I + i[None, :], mask=ok, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    first = tl.program_id(1) * ROWS
+    for row in range(first, tl.minimum(first + ROWS, T)):
+        x = tl.load(x_ptr + row * x_stride + i, mask=i < I, other=0.0)
+        tl.store(out_ptr + row * O + o, tl.sum(w * x.to(tl.float32)[None, :], 1), mask=o < O)
+
+
+def exact_linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor | None:
+    """The product x W^T in float32, (T, O), of few rows with a weight in float32. No bit of a row
+    depends on the others. None where torch's product is better, or this one can't."""
+    (O, I), T = weight_OI.shape, len(x_TI)  # noqa: E741
+    if not 0 < T <= FEW_TOKENS or I > WIDEST or x_TI.stride(1) != 1:
+        return None
+    out_TO = x_TI.new_empty((T, O), dtype=torch.float32)
+    _exact_linear[cdiv(O, OUTPUTS), cdiv(T, ROWS)](
+        x_TI, weight_OI, out_TO, T, x_TI.stride(0), O, I, next_power_of_2(I), OUTPUTS, ROWS,
+        num_warps=4 if I <= WIDEST // 2 else 8, **launch_options(starts_early(x_TI.device)),
+    )  # fmt: skip
+    return out_TO
 
 
 @triton.jit
@@ -113,18 +165,21 @@ def _in_top_groups(
 
 
 def choose_experts(
-    logits: Product,
-    choice: ExpertChoice,
-    scale_E: Tensor | None = None,
-    first: int = 0,
-    correction_E: Tensor | None = None,
+    logits: Product, choice: ExpertChoice, experts: ExpertWeights
 ) -> tuple[Tensor, Tensor]:
-    """The weights, float32, and numbers, int64, of each row's experts, both (T, K); see
-    `weft.kernels.ops.choose_experts`. Experts are counted from `first` on."""
+    """The weights and numbers, int64, of each row's experts, both (T, K); see
+    `weft.kernels.ops.Ops.choose_experts`. Weights are float32, or as they are rounded."""
     logits_TE, pending = logits
+    scale_E, correction_E = experts.scale_E, experts.correction_E
     (num_rows, num_experts), top_k = logits_TE.shape, choice.top_k
-    weight_TK = logits_TE.new_empty((num_rows, top_k), dtype=torch.float32)
+    rounded = choice.rounded and scale_E is None
+    dtype = logits_TE.dtype if rounded else torch.float32
+    weight_TK = logits_TE.new_empty((num_rows, top_k), dtype=dtype)
     expert_TK = logits_TE.new_empty((num_rows, top_k), dtype=torch.int64)
+    if is_compiling_ahead():  # plain torch reads matrices by these numbers
+        expert_TK.zero_()
+    if not num_rows:
+        return weight_TK, expert_TK
     nothing, block = (logits_TE, logits_TE), next_power_of_2(num_experts)
     _choose[num_rows,](
         logits_TE,
@@ -134,7 +189,7 @@ def choose_experts(
         *(nothing if pending is None else (pending.add_TO, pending.slot_T)),
         weight_TK if correction_E is None else correction_E,
         num_experts,
-        FIRST=first,
+        FIRST=experts.first or 0,
         TOP_K=top_k,
         BLOCK_E=block,
         OF_CHOSEN=choice.of_chosen,

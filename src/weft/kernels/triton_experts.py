@@ -1,4 +1,4 @@
-"""Mixtures of experts for few rows: the choice of experts, and their MLPs, in three launches.
+"""Mixtures of experts for few rows: the experts' MLPs, in two launches.
 
 With few rows a mixture only reads the weights of the experts that are chosen. So each of its
 programs reads some rows of one expert's matrix, once, for all tokens that chose it: it finds these
@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.core.numbers import next_power_of_2
 from weft.core.units import EXPERT_UNIT
 from weft.kernels.activations import Activation, ClampedSwiglu, is_gated
-from weft.kernels.ops import ExpertChoice, ExpertWeights, Product
+from weft.kernels.ops import ExpertWeights, Product, Shared
 from weft.kernels.triton_base import (
     INTERPRETED,
     activated,
@@ -30,10 +30,11 @@ from weft.kernels.triton_base import (
     ask_for,
     dot,
     launch_options,
+    load_pending,
     meeting_place,
+    plus_pending,
     starts_early,
 )
-from weft.kernels.triton_choice import choose_experts
 
 FEW_TOKENS = 64
 """Up to so many tokens, these kernels are faster than a grouped product."""
@@ -188,6 +189,10 @@ def _down(
     weight_ptr,
     parts_ptr,
     tickets_ptr,
+    shared_ptr,
+    add_ptr,
+    add_slot_ptr,
+    gate_ptr,
     out_ptr,
     T,
     E,
@@ -204,14 +209,18 @@ def _down(
     BY_PAIR: tl.constexpr,
     BIAS: tl.constexpr,
     SOME: tl.constexpr,
+    SHARED: tl.constexpr,
+    PENDING: tl.constexpr,
+    WEIGHED: tl.constexpr,
     AHEAD: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out (T, I): the sum over a token's experts of weight * (x @ w^T + bias), x (pairs, F); if
-    SOME, over those that are here. Programs: tiles of one expert after another, each of BLOCK_O
-    columns of the result; the last one of some columns adds the parts (pairs, I) in the order of
-    each token's choices."""
+    SOME, over those that are here. With SHARED, what the shared expert gives is in it, times
+    sigmoid(gate) if WEIGHED. Programs: tiles of one expert after another, each of BLOCK_O columns
+    of the result; the last one of some columns adds the parts (pairs, I) in the order of each
+    token's choices."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     TILES: tl.constexpr = I // BLOCK_O
@@ -245,6 +254,17 @@ def _down(
         ok = t < T
         here = ok
         total = tl.full((BLOCK_T, BLOCK_O), 0.0, tl.float32)
+        if SHARED:
+            at_row = t[:, None] * I + o[None, :]
+            has = ok
+            if PENDING:
+                has = tl.load(add_slot_ptr + t, mask=ok, other=-1) >= 0
+            add = load_pending(add_ptr + at_row, ok[:, None], PENDING)
+            total += tl.load(shared_ptr + at_row, mask=ok[:, None], other=0.0)
+            total = plus_pending(total, add, has[:, None], PENDING)
+            if WEIGHED:
+                gate = tl.load(gate_ptr + t, mask=ok, other=0.0).to(tl.float32)
+                total *= tl.sigmoid(gate)[:, None]
         for rank in tl.static_range(TOP_K):
             if SOME:
                 of = tl.load(expert_ptr + t * TOP_K + rank, mask=ok, other=-1)
@@ -286,35 +306,21 @@ def _cut(inputs: int) -> ExpertCut:
 
 def mixture(
     x_TI: Tensor,
-    logits: Product,
-    choice: ExpertChoice,
+    chosen: tuple[Tensor, Tensor],
     experts: ExpertWeights,
     activation: Activation,
+    shared: Shared | None = None,
 ) -> Tensor | None:
-    """The sum of each token's experts that are here, (T, I); None where other kernels are better,
-    or these can't."""
+    """The sum of each token's experts that are here, and of the shared one, (T, I); see
+    `weft.kernels.ops.Ops.mixture`. None where other kernels are better, or these can't."""
     T, (_, I, F) = len(x_TI), experts.down_EIF.shape  # noqa: E741
     unit = EXPERT_UNIT if is_gated(activation) else 2 * EXPERT_UNIT
     if not 0 < T <= FEW_TOKENS or I % 64 or F % unit or x_TI.stride(1) != 1:
         return None
     if x_TI.dtype == torch.float32 and not INTERPRETED:
         return None
-    scale_E, correction_E = experts.scale_E, experts.correction_E
-    chosen = choose_experts(logits, choice, scale_E, experts.first or 0, correction_E)
-    return mlp(x_TI, *chosen, experts, activation)
-
-
-def mlp(
-    x_TI: Tensor,
-    weight_TK: Tensor,
-    expert_TK: Tensor,
-    experts: ExpertWeights,
-    activation: Activation,
-) -> Tensor:
-    """The sum of each token's experts that are here, (T, I), of at most FEW_TOKENS tokens. Experts
-    are counted from the first one that is here."""
-    (T, I), K = x_TI.shape, expert_TK.shape[1]  # noqa: E741
-    E, F = len(experts.down_EIF), experts.down_EIF.shape[2]
+    weight_TK, expert_TK = chosen
+    K, E = expert_TK.shape[1], len(experts.down_EIF)
     inner_PF, parts_PI = x_TI.new_empty(T * K, F), x_TI.new_empty(T * K, I, dtype=torch.float32)
     out_TI = x_TI.new_empty(T, I)
     clamped = activation if isinstance(activation, ClampedSwiglu) else None
@@ -341,9 +347,13 @@ def mlp(
     )  # fmt: skip
     cut, bias_EI = _cut(F), experts.down_bias_EI
     _, tickets, _ = meeting_place(x_TI.device)
+    product, gate_T1 = shared or Shared(Product(out_TI))
+    of_shared = product.y_TO, *product.pending_tensors(), out_TI if gate_T1 is None else gate_T1
     _down[places * (I // cut.columns),](
         inner_PF, experts.down_EIF, out_TI if bias_EI is None else bias_EI, expert_TK, weight_TK,
-        parts_PI, tickets, out_TI, T, E, places, BIAS=bias_EI is not None,
-        SOME=experts.first is not None, AHEAD=AHEAD, **cut.constants, **common,
+        parts_PI, tickets, *of_shared, out_TI, T, E, places, BIAS=bias_EI is not None,
+        SOME=experts.first is not None, SHARED=shared is not None,
+        PENDING=shared is not None and shared.product.pending is not None,
+        WEIGHED=gate_T1 is not None, AHEAD=AHEAD, **cut.constants, **common,
     )  # fmt: skip
     return out_TI

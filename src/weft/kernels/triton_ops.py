@@ -16,14 +16,14 @@ from torch import Tensor
 
 from weft.core.errors import ConfigError
 from weft.core.numbers import cdiv, next_power_of_2
-from weft.kernels import triton_experts
+from weft.kernels import triton_choice, triton_experts
 from weft.kernels.activations import Activation, ClampedSwiglu, Xielu, is_gated
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.attention.paged import PagedAttention
 from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.peers import PeerRanks
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows
-from weft.kernels.ops import ExpertChoice, ExpertWeights, Ops, Product, Rope
+from weft.kernels.ops import ExpertChoice, ExpertWeights, Ops, Product, Rope, Shared
 from weft.kernels.short_conv import ShortConvLayer
 from weft.kernels.triton_base import (
     ALL_AT_ONCE,
@@ -368,15 +368,24 @@ class TritonOps(Ops):
             )
         return out_TF
 
+    def exact_linear(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        made_TO = triton_choice.exact_linear(x_TI, weight_OI)
+        return super().exact_linear(x_TI, weight_OI) if made_TO is None else made_TO
+
+    def choose_experts(
+        self, logits: Product, choice: ExpertChoice, experts: ExpertWeights
+    ) -> tuple[Tensor, Tensor]:
+        return triton_choice.choose_experts(logits, choice, experts)
+
     def mixture(
         self,
         x_TI: Tensor,
-        logits: Product,
-        choice: ExpertChoice,
+        chosen: tuple[Tensor, Tensor],
         experts: ExpertWeights,
         activation: Activation,
+        shared: Shared | None = None,
     ) -> Tensor | None:
-        return triton_experts.mixture(x_TI, logits, choice, experts, activation)
+        return triton_experts.mixture(x_TI, chosen, experts, activation, shared)
 
     def rope_and_write(
         self,

@@ -20,7 +20,7 @@ from weft.core.errors import ConfigError
 from weft.kernels.activations import Activation
 from weft.kernels.collective.base import Ranks
 from weft.kernels.lora.base import ExpertStep, LoraStep
-from weft.kernels.ops import ExpertChoice, ExpertWeights, Ops, Product, choose_experts
+from weft.kernels.ops import ExpertChoice, ExpertWeights, Ops, Product, Shared
 from weft.models.family import MoeConfig
 from weft.models.layers import Linear, StepContext
 
@@ -39,18 +39,17 @@ class Routing(NamedTuple):
     """The first place beyond each expert's, int32."""
 
 
-def route(expert_TK: Tensor, num_experts: int, first: int | None = None) -> Routing:
-    """Order the pairs by expert, without waiting for the device. `first`: if some experts are on
-    other ranks, the number of the first expert here, from which experts are then counted."""
-    if first is not None:
-        expert_TK = expert_TK - first
+def route(expert_TK: Tensor, num_experts: int, some: bool = False) -> Routing:
+    """Order the pairs by expert, without waiting for the device. `some`: whether there are other
+    experts on other ranks, whose numbers are negative or `num_experts` at least."""
+    if some:
         expert_TK = expert_TK.where((expert_TK >= 0) & (expert_TK < num_experts), num_experts)
     expert_P, order_P = expert_TK.flatten().sort(stable=True)
     place_P = torch.empty_like(order_P)
     place_P[order_P] = torch.arange(len(order_P), device=order_P.device)
     experts_E = torch.arange(num_experts, device=expert_P.device)
     ends_E = torch.searchsorted(expert_P, experts_E, right=True, out_int32=True)
-    if first is not None:
+    if some:
         expert_P = expert_P.where(expert_P < num_experts, -1)
     return Routing(order_P, place_P, expert_P, ends_E)
 
@@ -118,11 +117,9 @@ class SharedExpert:
     """The projection to one number, whose sigmoid is the token's weight; None: weights are 1."""
     mlp: DenseMlp
 
-    def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
-        if self.gate is None:
-            return self.mlp(x_TI, step).whole()
-        weight_T1 = self.gate.whole(x_TI, step).sigmoid()
-        return self.mlp(x_TI, step).whole() * weight_T1
+    def __call__(self, x_TI: Tensor, step: StepContext) -> Shared:
+        gate_T1 = None if self.gate is None else self.gate.whole(x_TI, step)
+        return Shared(self.mlp(x_TI, step), gate_T1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,36 +178,50 @@ class SparseMlp:
 
     def __call__(self, x_TI: Tensor, step: StepContext, routed_TI: Tensor | None = None) -> Product:
         """`routed_TI`: what the router reads; None: x itself."""
-        shared_TI = None if self.shared is None else self.shared(x_TI, step)
-        routed_TI = x_TI if routed_TI is None else routed_TI
-        logits, lora = self._logits(routed_TI, step), step.lora if step.changes_experts else None
+        logits = self._logits(x_TI if routed_TI is None else routed_TI, step)
+        weight_T1 = None
         if self.moe.weighs_input:
-            logits_TE = logits.whole()
-            weight_T1 = logits_TE.amax(1, keepdim=True).float().sigmoid()
-            x_TI, logits = x_TI * weight_T1.to(x_TI.dtype), Product(logits_TE)
-        if self.latents is not None:
-            logits, x_TI = Product(logits.whole()), self.latents.into.whole(x_TI, step)
-        y_TI = None
-        if lora is None:
-            y_TI = self.ops.mixture(x_TI, logits, self.choice, self.experts, self.activation)
-        if y_TI is None:
-            y_TI = self._sorted(x_TI, logits, lora)
-        if self.latents is not None:
-            y_TI = self.latents.after(y_TI, step)
+            logits = Product(logits.whole())
+            weight_T1 = logits.y_TO.amax(1, keepdim=True).float().sigmoid().to(x_TI.dtype)
+        # Before the next linear layer, as what adapters add to the logits may be pending.
+        chosen = self.ops.choose_experts(logits, self.choice, self.experts)
+        shared = None if self.shared is None else self.shared(x_TI, step)
+        if weight_T1 is not None:
+            x_TI = x_TI * weight_T1
+        if self.latents is None:
+            return Product(self._mixture(x_TI, chosen, shared, step))
+        shared_TI = None if shared is None else shared.whole()
+        y_TL = self._mixture(self.latents.into.whole(x_TI, step), chosen, None, step)
+        y_TI = self.latents.after(y_TL, step)
         return Product(y_TI if shared_TI is None else y_TI + shared_TI)
 
     def _logits(self, x_TI: Tensor, step: StepContext) -> Product:
-        router, lora = self.router, step.lora
+        router = self.router
         if not self.moe.exact_router or x_TI.dtype == torch.float32:
             return router(x_TI, step)
+        lora = step.lora if step.changes_experts else None
         if lora is not None:
             lora.start(x_TI, router.group)
-        y_TE = F.linear(x_TI.float(), router.weight.dequantized(torch.float32))
+        y_TE = self.ops.exact_linear(x_TI, router.weight.dequantized(torch.float32))
         if lora is not None:
             add_TE = torch.zeros_like(y_TE, dtype=x_TI.dtype)
             lora.linear(add_TE, x_TI, router.group)
             y_TE += add_TE
         return Product(y_TE)
+
+    def _mixture(
+        self, x_TI: Tensor, chosen: tuple[Tensor, Tensor], shared: Shared | None, step: StepContext
+    ) -> Tensor:
+        """The sum over each token's experts on this rank, with the shared one's part, (T, I)."""
+        lora, y_TI = step.lora if step.changes_experts else None, None
+        if lora is None:
+            y_TI = self.ops.mixture(x_TI, chosen, self.experts, self.activation, shared)
+        if y_TI is None:
+            shared_TI = None if shared is None else shared.whole()
+            y_TI = self._sorted(x_TI, chosen, lora)
+            if shared_TI is not None:
+                y_TI += shared_TI
+        return y_TI
 
     @property
     def choice(self) -> ExpertChoice:
@@ -227,13 +238,13 @@ class SparseMlp:
             *(self.scale_E, self.correction_E, self.first),
         )
 
-    def _sorted(self, x_TI: Tensor, logits: Product, lora_step: LoraStep | None) -> Tensor:
+    def _sorted(
+        self, x_TI: Tensor, chosen: tuple[Tensor, Tensor], lora_step: LoraStep | None
+    ) -> Tensor:
         """The sum over each token's experts on this rank, (T, I), by products of rows that are
         ordered by expert."""
-        weight_TK, expert_TK = choose_experts(
-            logits.whole(), self.choice, self.scale_E, self.correction_E
-        )
-        routing = route(expert_TK, self.moe.num_here, self.first)
+        weight_TK, expert_TK = chosen
+        routing = route(expert_TK, self.moe.num_here, some=self.first is not None)
         token_P = routing.order_P // self.moe.top_k
         x_PI = x_TI[token_P]
         lora = None

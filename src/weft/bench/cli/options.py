@@ -28,7 +28,7 @@ workload_option = partial(typer.Option, rich_help_panel="Workload")
 output_option = partial(typer.Option, rich_help_panel="Output")
 SHAPES = (
     "tiny, llama-3.2-1b, llama-3-8b, llama-3-70b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, qwen3.5-9b,"
-    " mixtral-8x7b, gemma-3-12b, gemma-4-e4b, gpt-oss-20b, granite-4.0-h-micro,"
+    " qwen3.5-35b-a3b, mixtral-8x7b, gemma-3-12b, gemma-4-e4b, gpt-oss-20b, granite-4.0-h-micro,"
     " glm-4.7-flash"
 )
 """The names in `weft.bench.presets`."""

@@ -49,7 +49,7 @@ from weft.kernels.lora.triton_many import SHARES, TOGETHER, expand_rows, shrink_
 from weft.kernels.lora.triton_ranks import RankExchange
 from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
 from weft.kernels.lora.triton_tiles import EXPERT
-from weft.kernels.ops import Pending, Product
+from weft.kernels.ops import Product
 from weft.kernels.triton_base import (
     ALL_AT_ONCE,
     INTERPRETED,
@@ -58,6 +58,7 @@ from weft.kernels.triton_base import (
     starts_early,
 )
 from weft.kernels.triton_linear import MOST_ROWS
+from weft.kernels.triton_pending import KernelPending
 from weft.kernels.tuned import Blocks
 
 
@@ -205,7 +206,7 @@ class TritonStep(LoraStep):
             weight_bytes=weight.num_bytes,
             exchange=backend.exchange if of.sums_ranks else None,
         )
-        return Product(launched.y_TO, Pending(delta_TO, rows.slots))
+        return Product(launched.y_TO, KernelPending(delta_TO, rows.slots))
 
     def gated(
         self,
