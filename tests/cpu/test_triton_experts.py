@@ -17,8 +17,9 @@ import weft.kernels.triton_choice as of_choice
 import weft.kernels.triton_experts as kernels
 from weft.core.units import EXPERT_UNIT
 from weft.kernels.activations import Activation, ClampedSwiglu, reference_activate_and_mul
-from weft.kernels.ops import ExpertChoice, ExpertWeights, Pending, Product, Shared
-from weft.kernels.ops import choose_experts as torch_choose
+from weft.kernels.experts import Chosen, ExpertChoice, ExpertWeights
+from weft.kernels.experts import choose_experts as torch_choose
+from weft.kernels.ops import Ops, Pending, Product, Shared
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
 
@@ -45,7 +46,7 @@ def choose(
     choice: ExpertChoice,
     scale_E: Tensor | None = None,
     correction_E: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Chosen:
     """What the kernel chooses of experts whose matrices don't matter."""
     nothing = logits.y_TO
     experts = ExpertWeights(nothing, nothing, scale_E=scale_E, correction_E=correction_E)
@@ -92,13 +93,13 @@ def test_each_token_gets_the_sum_of_its_experts(
     weights = make_weights(num_experts, activation is CLAMPED, generator, parts)
     x_TI = torch.randn(num_rows, HIDDEN, generator=generator)
     logits_TE = torch.randn(num_rows, num_experts, generator=generator)
-    weight_TK, expert_TK = choose(Product(logits_TE), ExpertChoice(top_k, False, True, False))
-    found_TI = kernels.mixture(x_TI, (weight_TK, expert_TK), weights, activation)
+    weight_TK, expert_TK, _ = choose(Product(logits_TE), ExpertChoice(top_k, False, True, False))
+    found_TI = kernels.mixture(x_TI, Chosen(weight_TK, expert_TK), weights, activation)
     assert found_TI is not None
     wanted_TI = expected(x_TI, weight_TK, expert_TK, weights, activation)
     error = (found_TI - wanted_TI).abs().max() / wanted_TI.abs().max()
     assert error < 2.0**-18
-    last = weight_TK[-1:], expert_TK[-1:]
+    last = Chosen(weight_TK[-1:], expert_TK[-1:])
     alone_1I = kernels.mixture(x_TI[-1:], last, weights, activation)
     assert alone_1I is not None and torch.equal(alone_1I[0], found_TI[-1])
 
@@ -112,8 +113,8 @@ def test_the_shared_expert_s_part_is_added(num_rows: int, weighed: bool) -> None
     x_TI, y_TI, add_TI = torch.randn(3, num_rows, HIDDEN, generator=generator)
     slot_T = torch.arange(num_rows, dtype=torch.int32) % 3 - 1
     add_TI[slot_T < 0] = torch.nan
-    gate_T1 = torch.randn(num_rows, 1, generator=generator) if weighed else None
-    shared = Shared(Product(y_TI, Pending(add_TI, slot_T)), gate_T1)
+    weight_T1 = torch.rand(num_rows, 1, generator=generator) if weighed else None
+    shared = Shared(Product(y_TI, Pending(add_TI, slot_T)), weight_T1)
     logits = Product(torch.randn(num_rows, 4, generator=generator))
     chosen = choose(logits, ExpertChoice(2, False, True, False))
     alone_TI = kernels.mixture(x_TI, chosen, weights, "silu")
@@ -181,10 +182,24 @@ def test_the_likeliest_experts_are_chosen(choice: ExpertChoice, scaled: bool) ->
     slot_T = torch.tensor([-1, 0, 3, -1, 1, 0, -1], dtype=torch.int32)
     logits = Product(logits_TE, Pending(add_TE, slot_T))
     scale_E = torch.rand(37, generator=generator) if scaled else None
-    weight_TK, expert_TK = choose(logits, choice, scale_E)
+    weight_TK, expert_TK, _ = choose(logits, choice, scale_E)
     wanted_TK, order_TK = torch_choose(logits.whole(), choice, scale_E)
     assert torch.equal(expert_TK, order_TK)
     torch.testing.assert_close(weight_TK, wanted_TK)
+
+
+@pytest.mark.parametrize("num_rows", [0, 3])
+@pytest.mark.parametrize("first", [None, 4])
+def test_the_last_logit_weighs_the_shared_expert(num_rows: int, first: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_TO, add_TO = torch.randn(2, num_rows, 9, generator=generator)
+    slot_T = torch.tensor([-1, 2, 0], dtype=torch.int32)[:num_rows]
+    logits = Product(logits_TO, Pending(add_TO, slot_T))
+    choice = ExpertChoice(2, False, True, False, weighs_shared=True)
+    experts = ExpertWeights(logits_TO, logits_TO, first=first)
+    found = of_choice.choose_experts(logits, choice, experts)
+    torch.testing.assert_close(found, Ops().choose_experts(logits, choice, experts))
+    assert found.shared_T1 is not None and found.shared_T1.shape == (num_rows, 1)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -198,7 +213,7 @@ def test_experts_are_chosen_by_corrected_weights(
     logits = Product(3 * torch.randn(20, 36, generator=generator))
     correction_E = torch.randn(36, generator=generator) / 8
     choice = ExpertChoice(6, False, normalize, False, sigmoid, *groups, least_sum=0.25)
-    weight_TK, expert_TK = choose(logits, choice, correction_E=correction_E)
+    weight_TK, expert_TK, _ = choose(logits, choice, correction_E=correction_E)
     wanted_TK, order_TK = torch_choose(logits.whole(), choice, correction_E=correction_E)
     assert torch.equal(expert_TK, order_TK)
     torch.testing.assert_close(weight_TK, wanted_TK)
@@ -210,7 +225,7 @@ def test_experts_are_chosen_by_corrected_weights(
 def test_groups_without_corrections_are_rated_by_their_best_experts(best_of_group: int) -> None:
     logits = Product(3 * torch.randn(20, 36, generator=torch.Generator().manual_seed(0)))
     choice = ExpertChoice(6, False, False, False, False, 9, 3, best_of_group)
-    weight_TK, expert_TK = choose(logits, choice)
+    weight_TK, expert_TK, _ = choose(logits, choice)
     wanted_TK, order_TK = torch_choose(logits.whole(), choice)
     assert torch.equal(expert_TK, order_TK)
     torch.testing.assert_close(weight_TK, wanted_TK)
@@ -221,7 +236,7 @@ def test_groups_without_corrections_are_rated_by_their_best_experts(best_of_grou
 def test_logits_that_are_no_numbers_choose_experts_that_are_there() -> None:
     logits_TE = torch.full((2, 3), torch.nan)
     logits_TE[1] = torch.tensor([-torch.inf, 1.0, -torch.inf])
-    _, expert_TK = choose(Product(logits_TE), ExpertChoice(3, False, True, False))
+    _, expert_TK, _ = choose(Product(logits_TE), ExpertChoice(3, False, True, False))
     assert expert_TK.sort().values.tolist() == [[0, 1, 2]] * 2
 
 
@@ -241,6 +256,6 @@ def test_widths_are_taken_in_the_units_by_which_experts_are_cut(width: int) -> N
     assert (found is None) == (width % EXPERT_UNIT > 0)
 
 
-def first_of_all(num_rows: int) -> tuple[Tensor, Tensor]:
+def first_of_all(num_rows: int) -> Chosen:
     """All tokens choose the first expert."""
-    return torch.ones(num_rows, 1), torch.zeros(num_rows, 1, dtype=torch.int64)
+    return Chosen(torch.ones(num_rows, 1), torch.zeros(num_rows, 1, dtype=torch.int64))

@@ -147,6 +147,17 @@ def test_any_number_of_blocks_of_64_inputs(outputs: int) -> None:
     assert torch.equal(*alike)
 
 
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("num_outputs", [1, 33, 80])
+def test_few_outputs_may_be_odd(num_outputs: int, split: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 512, generator=generator) for n in (5, num_outputs))
+    bias = torch.randn(num_outputs, generator=generator)
+    assert kernels.cut_of(x, weight) is not None
+    found = kernels.launch(x, weight, bias, Cut(128, split, 3, columns=32), None).y_TO
+    check_product(found - bias, x, weight)
+
+
 def test_what_it_is_not_for() -> None:
     """More rows than a few, widths that don't fit: the caller takes another way."""
     weight = torch.randn(128, 128)
@@ -154,7 +165,7 @@ def test_what_it_is_not_for() -> None:
         assert kernels.cut_of(x, weight) is None
         check_product(kernels.linear(x, weight, None), x, weight)
     assert kernels.cut_of(torch.randn(3, 96), torch.randn(128, 96)) is None
-    assert kernels.cut_of(torch.randn(3, 128), torch.randn(80, 128)) is None
+    assert kernels.cut_of(torch.randn(3, 128), torch.randn(1040, 128)) is None
 
 
 @DTYPES

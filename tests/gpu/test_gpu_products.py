@@ -19,11 +19,12 @@ from tables import build_table
 
 from weft.kernels import triton_choice, triton_experts
 from weft.kernels.activations import Activation, ClampedSwiglu, activate_and_mul
+from weft.kernels.experts import Chosen, ExpertChoice, ExpertWeights, choose_experts
 from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import triton as lora_kernels
 from weft.kernels.lora import triton_many
 from weft.kernels.lora.triton import TritonBackend
-from weft.kernels.ops import ExpertChoice, ExpertWeights, Pending, Product, choose_experts
+from weft.kernels.ops import Pending, Product
 from weft.kernels.quant import e4m3, fp8, triton_fp8
 from weft.kernels.triton_ops import TritonOps
 
@@ -146,7 +147,7 @@ def test_experts(shape: tuple[int, int, int, int], num_rows: int) -> None:
         error = (y_TI[t] - wanted_I).norm() / wanted_I.norm()
         assert error < 2.0**-7
         alone = slice(t, t + 1)
-        of_one = chosen[0][alone], chosen[1][alone]
+        of_one = Chosen(chosen.weight_TK[alone], chosen.expert_TK[alone])
         alone_1I = triton_experts.mixture(x_TI[alone], of_one, weights, activation)
         assert alone_1I is not None
         assert torch.equal(alone_1I[0], y_TI[t])

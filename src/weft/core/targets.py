@@ -331,8 +331,8 @@ class ImageLayout:
     rows of embedding and head are theirs, and include what the adapter's A and B add to them. If
     there are fewer, A, B and vectors have no effect for the tokens beyond."""
     has_experts: bool = False
-    """Whether it changes experts, or a router whose logits are float32. Steps without such adapters
-    leave out the adapters' kernels there."""
+    """Whether it changes experts, or a router whose logits are float32: other adapters' steps leave
+    out the kernels for both."""
 
     @property
     def max_rank(self) -> int:
@@ -377,10 +377,8 @@ def layout_of(
             r = rank[s.slice]
             b_offset.append(end if r else -1)
             end += copies * aligned(r * s.b_features)
-    changed = {i for i, r in enumerate(rank) if r}
-    if extras:
-        changed |= extras.scaled | extras.shifted
-    experts = not changed.isdisjoint(table.of_experts)
+    vectors = extras.scaled | extras.shifted if extras else ()
+    experts = any(rank[i] or i in vectors for i in table.of_experts)
     plain = ImageLayout(rank, tuple(a_offset), tuple(b_offset), end, has_experts=experts)
     return _with_extras(plain, table, extras, 4 // element_bytes) if extras else plain
 

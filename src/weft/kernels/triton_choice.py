@@ -12,7 +12,8 @@ from torch import Tensor
 
 from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels.compiling import is_compiling_ahead
-from weft.kernels.ops import ExpertChoice, ExpertWeights, Product
+from weft.kernels.experts import Chosen, ExpertChoice, ExpertWeights
+from weft.kernels.ops import Product
 from weft.kernels.triton_base import (
     ALL_AT_ONCE,
     has_pending,
@@ -78,11 +79,13 @@ def _choose(
     logits_ptr,
     weight_ptr,
     expert_ptr,
+    shared_ptr,
     scale_ptr,
     add_ptr,
     add_slot_ptr,
     correction_ptr,
     E,
+    stride,
     FIRST: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -90,6 +93,7 @@ def _choose(
     NORMALIZE: tl.constexpr,
     ROUNDED: tl.constexpr,
     SCALED: tl.constexpr,
+    WEIGHS_SHARED: tl.constexpr,
     PENDING: tl.constexpr,
     SIGMOID: tl.constexpr,
     CORRECTED: tl.constexpr,
@@ -99,7 +103,8 @@ def _choose(
     LEAST_SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The experts of one row, the likeliest first, less FIRST, and their weights; one program per
+    """The experts of one row, the likeliest first, less FIRST, and their weights; with
+    WEIGHS_SHARED also that of the shared expert, whose logit is behind the others. One program per
     row."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -108,7 +113,12 @@ def _choose(
     has = has_pending(add_slot_ptr + row, PENDING)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    at = row.to(tl.int64) * E + e
+    at = row.to(tl.int64) * stride + e
+    if WEIGHS_SHARED:
+        at_gate = row.to(tl.int64) * stride + E
+        gate = tl.load(logits_ptr + at_gate)
+        gate = with_pending(gate, add_ptr + at_gate, has, row >= 0, PENDING)
+        tl.store(shared_ptr + row, tl.sigmoid(gate.to(tl.float32)))
     logits = tl.load(logits_ptr + at, mask=e < E, other=float("-inf"))
     logits = with_pending(logits, add_ptr + at, has, e < E, PENDING).to(tl.float32)
     # What is no number comes last, but ahead of what is beyond the experts.
@@ -164,31 +174,37 @@ def _in_top_groups(
     return tl.where(best > 0, rating, float("-inf"))
 
 
-def choose_experts(
-    logits: Product, choice: ExpertChoice, experts: ExpertWeights
-) -> tuple[Tensor, Tensor]:
-    """The weights and numbers, int64, of each row's experts, both (T, K); see
-    `weft.kernels.ops.Ops.choose_experts`. Weights are float32, or as they are rounded."""
-    logits_TE, pending = logits
-    scale_E, correction_E = experts.scale_E, experts.correction_E
-    (num_rows, num_experts), top_k = logits_TE.shape, choice.top_k
+def choose_experts(logits: Product, choice: ExpertChoice, experts: ExpertWeights) -> Chosen:
+    """See `weft.kernels.ops.Ops.choose_experts`. Weights are float32, or of the logits' dtype if
+    they are rounded."""
+    logits_TO, scale_E, correction_E = logits.y_TO, experts.scale_E, experts.correction_E
+    (num_rows, num_outputs), top_k = logits_TO.shape, choice.top_k
+    num_experts = num_outputs - choice.weighs_shared
     rounded = choice.rounded and scale_E is None
-    dtype = logits_TE.dtype if rounded else torch.float32
-    weight_TK = logits_TE.new_empty((num_rows, top_k), dtype=dtype)
-    expert_TK = logits_TE.new_empty((num_rows, top_k), dtype=torch.int64)
+    weight_TK = torch.empty(
+        (num_rows, top_k),
+        dtype=logits_TO.dtype if rounded else torch.float32,
+        device=logits_TO.device,
+    )
+    expert_TK = torch.empty_like(weight_TK, dtype=torch.int64)
+    shared_T1 = None
+    if choice.weighs_shared:
+        shared_T1 = logits_TO.new_empty((num_rows, 1), dtype=torch.float32)
+    chosen, block = Chosen(weight_TK, expert_TK, shared_T1), next_power_of_2(num_experts)
     if is_compiling_ahead():  # plain torch reads matrices by these numbers
         expert_TK.zero_()
     if not num_rows:
-        return weight_TK, expert_TK
-    nothing, block = (logits_TE, logits_TE), next_power_of_2(num_experts)
+        return chosen
     _choose[num_rows,](
-        logits_TE,
+        logits_TO,
         weight_TK,
         expert_TK,
+        weight_TK if shared_T1 is None else shared_T1,
         weight_TK if scale_E is None else scale_E,
-        *(nothing if pending is None else (pending.add_TO, pending.slot_T)),
+        *logits.pending_tensors(),
         weight_TK if correction_E is None else correction_E,
         num_experts,
+        num_outputs,
         FIRST=experts.first or 0,
         TOP_K=top_k,
         BLOCK_E=block,
@@ -196,7 +212,8 @@ def choose_experts(
         NORMALIZE=choice.normalize,
         ROUNDED=choice.rounded,
         SCALED=scale_E is not None,
-        PENDING=pending is not None,
+        WEIGHS_SHARED=choice.weighs_shared,
+        PENDING=logits.pending is not None,
         SIGMOID=choice.sigmoid,
         CORRECTED=correction_E is not None,
         GROUPS=choice.groups,
@@ -205,6 +222,6 @@ def choose_experts(
         LEAST_SUM=choice.least_sum,
         num_warps=1 if block <= 128 else 4,
         **ALL_AT_ONCE,
-        **launch_options(starts_early(logits_TE.device)),
+        **launch_options(starts_early(logits_TO.device)),
     )
-    return weight_TK, expert_TK
+    return chosen

@@ -22,7 +22,8 @@ from torch import Tensor
 from weft.core.numbers import next_power_of_2
 from weft.core.units import EXPERT_UNIT
 from weft.kernels.activations import Activation, ClampedSwiglu, is_gated
-from weft.kernels.ops import ExpertWeights, Product, Shared
+from weft.kernels.experts import Chosen, ExpertWeights
+from weft.kernels.ops import Product, Shared
 from weft.kernels.triton_base import (
     INTERPRETED,
     activated,
@@ -192,7 +193,7 @@ def _down(
     shared_ptr,
     add_ptr,
     add_slot_ptr,
-    gate_ptr,
+    shared_weight_ptr,
     out_ptr,
     T,
     E,
@@ -217,8 +218,8 @@ def _down(
     PDL: tl.constexpr,
 ):
     """out (T, I): the sum over a token's experts of weight * (x @ w^T + bias), x (pairs, F); if
-    SOME, over those that are here. With SHARED, what the shared expert gives is in it, times
-    sigmoid(gate) if WEIGHED. Programs: tiles of one expert after another, each of BLOCK_O columns
+    SOME, over those that are here. With SHARED, what the shared expert gives is in it, times a
+    weight if WEIGHED. Programs: tiles of one expert after another, each of BLOCK_O columns
     of the result; the last one of some columns adds the parts (pairs, I) in the order of each
     token's choices."""
     if PDL:
@@ -263,8 +264,7 @@ def _down(
             total += tl.load(shared_ptr + at_row, mask=ok[:, None], other=0.0)
             total = plus_pending(total, add, has[:, None], PENDING)
             if WEIGHED:
-                gate = tl.load(gate_ptr + t, mask=ok, other=0.0).to(tl.float32)
-                total *= tl.sigmoid(gate)[:, None]
+                total *= tl.load(shared_weight_ptr + t, mask=ok, other=0.0)[:, None]
         for rank in tl.static_range(TOP_K):
             if SOME:
                 of = tl.load(expert_ptr + t * TOP_K + rank, mask=ok, other=-1)
@@ -306,7 +306,7 @@ def _cut(inputs: int) -> ExpertCut:
 
 def mixture(
     x_TI: Tensor,
-    chosen: tuple[Tensor, Tensor],
+    chosen: Chosen,
     experts: ExpertWeights,
     activation: Activation,
     shared: Shared | None = None,
@@ -319,7 +319,7 @@ def mixture(
         return None
     if x_TI.dtype == torch.float32 and not INTERPRETED:
         return None
-    weight_TK, expert_TK = chosen
+    weight_TK, expert_TK, _ = chosen
     K, E = expert_TK.shape[1], len(experts.down_EIF)
     inner_PF, parts_PI = x_TI.new_empty(T * K, F), x_TI.new_empty(T * K, I, dtype=torch.float32)
     out_TI = x_TI.new_empty(T, I)
@@ -347,13 +347,13 @@ def mixture(
     )  # fmt: skip
     cut, bias_EI = _cut(F), experts.down_bias_EI
     _, tickets, _ = meeting_place(x_TI.device)
-    product, gate_T1 = shared or Shared(Product(out_TI))
-    of_shared = product.y_TO, *product.pending_tensors(), out_TI if gate_T1 is None else gate_T1
+    product, weight_T1 = shared or Shared(Product(out_TI))
+    of_shared = product.y_TO, *product.pending_tensors(), out_TI if weight_T1 is None else weight_T1
     _down[places * (I // cut.columns),](
         inner_PF, experts.down_EIF, out_TI if bias_EI is None else bias_EI, expert_TK, weight_TK,
         parts_PI, tickets, *of_shared, out_TI, T, E, places, BIAS=bias_EI is not None,
         SOME=experts.first is not None, SHARED=shared is not None,
         PENDING=shared is not None and shared.product.pending is not None,
-        WEIGHED=gate_T1 is not None, AHEAD=AHEAD, **cut.constants, **common,
+        WEIGHED=weight_T1 is not None, AHEAD=AHEAD, **cut.constants, **common,
     )  # fmt: skip
     return out_TI

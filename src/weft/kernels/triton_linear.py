@@ -79,12 +79,14 @@ def _product(
     tile = pid // SPLIT
     part = pid % SPLIT
     EACH: tl.constexpr = K // SPLIT
-    o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
     t = tl.arange(0, BLOCK_T)
     # What differs between a thread's elements is constant, so that it takes no registers.
     w_at = w_ptr + (tile.to(tl.int64) * BLOCK_O * K + part * EACH)
-    w_row = tl.arange(0, BLOCK_O)[:, None] * K
+    row = tl.arange(0, BLOCK_O)
+    if O % BLOCK_O > 0:  # the last program reads the last row again
+        row = tl.minimum(row, O - 1 - tile * BLOCK_O)
+    w_row = row[:, None] * K
     if PDL:
         if AHEAD > 0:
             ask_for(w_at + w_row + 64 * tl.arange(0, AHEAD)[None, :])
@@ -115,10 +117,14 @@ def _product(
                 acc += tl.load(parts_ptr + (tile * SPLIT + p) * size + i, cache_modifier=".cg")
             tl.store(tickets_ptr + tile, 0)
     if last:
+        o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+        there = (t < T)[:, None]
+        if O % BLOCK_O > 0:
+            there = there & (o < O)[None, :]
         if BIAS:
-            acc += tl.load(bias_ptr + o).to(tl.float32)[:, None]
+            acc += tl.load(bias_ptr + tile * BLOCK_O + row).to(tl.float32)[:, None]
         y = tl.trans(acc).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + t[:, None] * O + o[None, :], y, mask=(t < T)[:, None])
+        tl.store(y_ptr + t[:, None] * O + o[None, :], y, mask=there)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -197,13 +203,17 @@ def cut_of(
     return cut if cut.split == split else Cut(_step(weight_OK), split, 3)
 
 
+MOST_ODD = 1024
+"""The most outputs that need not be a multiple of 32. A router has few, whose number may be odd."""
 _COLUMNS = 64
 """The fewest columns of a program that multiplies by the matrix instruction for many."""
 
 
 def _can_cut(weight_OK: Tensor) -> bool:
     O, K = weight_OK.shape  # noqa: E741
-    if O % 32 or K % 64 or not weight_OK.is_contiguous() or not _has_room(weight_OK.device):
+    if (O % 32 and O > MOST_ODD) or K % 64:
+        return False
+    if not weight_OK.is_contiguous() or not _has_room(weight_OK.device):
         return False
     return INTERPRETED or weight_OK.dtype != torch.float32
 
@@ -220,7 +230,7 @@ def _cut(weight_OK: Tensor, num_rows: int) -> Cut:
     step, columns, many = _step(weight_OK), _COLUMNS if O % _COLUMNS == 0 else 32, num_rows > 32
     if num_rows > 64:
         step = 64
-    num_tiles, places = O // columns, processors(device)
+    num_tiles, places = cdiv(O, columns), processors(device)
     if num_rows > 16 and O % 128 == 0 and num_tiles > (places if many else 2 * places):
         # More programs would fill the device, so that adapters' would have to wait for the last.
         return Cut(64, 1, 5 if many else 6, columns=128)
@@ -315,7 +325,7 @@ def launch(
     y_TO = x_TK.new_empty(T, O)
     parts, tickets, nobody = meeting_place(x_TK.device)
     turn = next_turn()
-    num_programs = O // cut.columns * cut.split
+    num_programs = cdiv(O, cut.columns) * cut.split
     kernel = _product[num_programs,](
         x_TK,
         weight_OK,

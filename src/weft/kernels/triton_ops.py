@@ -23,7 +23,8 @@ from weft.kernels.attention.paged import PagedAttention
 from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.peers import PeerRanks
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows
-from weft.kernels.ops import ExpertChoice, ExpertWeights, Ops, Product, Rope, Shared
+from weft.kernels.experts import Chosen, ExpertChoice, ExpertWeights
+from weft.kernels.ops import Ops, Product, Rope, Shared
 from weft.kernels.short_conv import ShortConvLayer
 from weft.kernels.triton_base import (
     ALL_AT_ONCE,
@@ -374,13 +375,13 @@ class TritonOps(Ops):
 
     def choose_experts(
         self, logits: Product, choice: ExpertChoice, experts: ExpertWeights
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Chosen:
         return triton_choice.choose_experts(logits, choice, experts)
 
     def mixture(
         self,
         x_TI: Tensor,
-        chosen: tuple[Tensor, Tensor],
+        chosen: Chosen,
         experts: ExpertWeights,
         activation: Activation,
         shared: Shared | None = None,

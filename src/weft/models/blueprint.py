@@ -248,9 +248,10 @@ def _experts(moe: MoeConfig, hidden: int, i: int) -> list[Packed]:
     axes: tuple[Axis, Axis] = ("column", "row") if moe.expert_ranks == 1 else ("expert", "expert")
     turned = moe.transposed
     gate_up = Packed(key, "experts", wide, parts, one, bias, axes[0], transposed=turned)
-    num, router = moe.num_experts, _named(name, moe.router)
+    weighs = ("shared_expert_gate",) if moe.weighs_shared else ()
+    router, outputs = _named(name, moe.router, *weighs), (moe.num_experts, *(1 for _ in weighs))
     return [
-        Packed(f"{i}.router", "linear", hidden, (num,), router, bias, float32=moe.exact_router),
+        Packed(f"{i}.router", "linear", hidden, outputs, router, bias, float32=moe.exact_router),
         *([replace(gate_up, names=pair)] if len(parts) == 2 else []),
         gate_up,
         Packed(
@@ -273,13 +274,11 @@ def _latents(size: int, name: str, hidden: int, i: int) -> list[Packed]:
 
 
 def _shared_expert(moe: MoeConfig, name: str, hidden: int, i: int) -> list[Packed]:
-    """The expert that all tokens go through, and its gate if it has one."""
+    """The expert that all tokens go through."""
     inner, own = moe.shared_size, "shared_expert" if moe.shared_gated else moe.shared_name
     gate_up = _named(f"{name}{own}.", *(("gate_proj",) if moe.gated else ()), "up_proj")
     down, parts = _named(f"{name}{own}.", "down_proj"), (inner,) * len(gate_up)
-    gate = Packed(f"{i}.shared_gate", "linear", hidden, (1,), _named(name, "shared_expert_gate"))
     return [
-        *([gate] if moe.shared_gated else []),
         Packed(
             *(f"{i}.shared_gate_up", "linear", hidden, parts, gate_up),
             axis="column",

@@ -27,7 +27,7 @@ from weft.models.layers import (
     with_offset,
 )
 from weft.models.linear_attention import GroupNorm, LinearAttention, ShortConv, columns_of
-from weft.models.moe import DenseMlp, Experts, Latents, SharedExpert, SparseMlp, check_width
+from weft.models.moe import DenseMlp, Experts, Latents, SparseMlp, check_width
 from weft.models.state_config import LinearConfig, ShortConvConfig
 from weft.models.weights import Weights
 
@@ -169,17 +169,14 @@ class LayerBuilder:
             assert mlp is not None
             return mlp
         sparse = self.experts_of(layer, moe)
-        return sparse if mlp is None else replace(sparse, shared=SharedExpert(None, mlp))
+        return sparse if mlp is None else replace(sparse, shared=mlp)
 
     def experts_of(self, layer: int, moe: MoeConfig) -> SparseMlp:
         """The mixture of experts of a layer."""
         gate_up_E, down_E = (self.experts(f"{layer}.experts_{n}") for n in ("gate_up", "down"))
         router, clamped = self.linear(f"{layer}.router"), moe.clamped_swiglu
         activation = self.activation(layer) if clamped is None else ClampedSwiglu(*clamped)
-        shared = None
-        if moe.shared_size:
-            gate = self.linear(f"{layer}.shared_gate") if moe.shared_gated else None
-            shared = SharedExpert(gate, self._dense_mlp(layer, "shared_"))
+        shared = self._dense_mlp(layer, "shared_") if moe.shared_size else None
         vectors = self.weights.vectors
         scale_E = vectors.get(f"model.layers.{layer}.{EXPERT_SCALES}")
         if moe.scale != 1:

@@ -147,6 +147,12 @@ class MoeConfig:
     the width of each."""
 
     @property
+    def weighs_shared(self) -> bool:
+        """Whether each token has a weight of its own for the shared expert. The projection to its
+        logit is packed behind the router."""
+        return bool(self.shared_size) and self.shared_gated
+
+    @property
     def num_here(self) -> int:
         """How many experts a rank has, or has a part of."""
         return self.num_experts // self.expert_ranks

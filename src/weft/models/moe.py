@@ -19,8 +19,9 @@ from torch import Tensor
 from weft.core.errors import ConfigError
 from weft.kernels.activations import Activation
 from weft.kernels.collective.base import Ranks
+from weft.kernels.experts import Chosen, ExpertChoice, ExpertWeights
 from weft.kernels.lora.base import ExpertStep, LoraStep
-from weft.kernels.ops import ExpertChoice, ExpertWeights, Ops, Product, Shared
+from weft.kernels.ops import Ops, Product, Shared
 from weft.models.family import MoeConfig
 from weft.models.layers import Linear, StepContext
 
@@ -110,19 +111,6 @@ class DenseMlp:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedExpert:
-    """An expert that all tokens go through."""
-
-    gate: Linear | None
-    """The projection to one number, whose sigmoid is the token's weight; None: weights are 1."""
-    mlp: DenseMlp
-
-    def __call__(self, x_TI: Tensor, step: StepContext) -> Shared:
-        gate_T1 = None if self.gate is None else self.gate.whole(x_TI, step)
-        return Shared(self.mlp(x_TI, step), gate_T1)
-
-
-@dataclass(frozen=True, slots=True)
 class Latents:
     """The projections around experts that read and give latents, which are narrower than tokens."""
 
@@ -167,7 +155,8 @@ class SparseMlp:
     moe: MoeConfig
     ops: Ops
     activation: Activation
-    shared: SharedExpert | None = None
+    shared: DenseMlp | None = None
+    """An expert that all tokens go through."""
     scale_E: Tensor | None = None
     """Factors of the experts' weights; None: 1."""
     first: int | None = None
@@ -185,7 +174,9 @@ class SparseMlp:
             weight_T1 = logits.y_TO.amax(1, keepdim=True).float().sigmoid().to(x_TI.dtype)
         # Before the next linear layer, as what adapters add to the logits may be pending.
         chosen = self.ops.choose_experts(logits, self.choice, self.experts)
-        shared = None if self.shared is None else self.shared(x_TI, step)
+        shared = None
+        if self.shared is not None:
+            shared = Shared(self.shared(x_TI, step), chosen.shared_T1)
         if weight_T1 is not None:
             x_TI = x_TI * weight_T1
         if self.latents is None:
@@ -210,7 +201,7 @@ class SparseMlp:
         return Product(y_TE)
 
     def _mixture(
-        self, x_TI: Tensor, chosen: tuple[Tensor, Tensor], shared: Shared | None, step: StepContext
+        self, x_TI: Tensor, chosen: Chosen, shared: Shared | None, step: StepContext
     ) -> Tensor:
         """The sum over each token's experts on this rank, with the shared one's part, (T, I)."""
         lora, y_TI = step.lora if step.changes_experts else None, None
@@ -228,7 +219,7 @@ class SparseMlp:
         moe = self.moe
         weights = moe.weights_of_chosen, moe.normalize, moe.round_weights, moe.sigmoid
         groups = *moe.groups, moe.best_of_group
-        return ExpertChoice(moe.top_k, *weights, *groups, moe.least_sum)
+        return ExpertChoice(moe.top_k, *weights, *groups, moe.least_sum, moe.weighs_shared)
 
     @property
     def experts(self) -> ExpertWeights:
@@ -238,12 +229,10 @@ class SparseMlp:
             *(self.scale_E, self.correction_E, self.first),
         )
 
-    def _sorted(
-        self, x_TI: Tensor, chosen: tuple[Tensor, Tensor], lora_step: LoraStep | None
-    ) -> Tensor:
+    def _sorted(self, x_TI: Tensor, chosen: Chosen, lora_step: LoraStep | None) -> Tensor:
         """The sum over each token's experts on this rank, (T, I), by products of rows that are
         ordered by expert."""
-        weight_TK, expert_TK = chosen
+        weight_TK, expert_TK, _ = chosen
         routing = route(expert_TK, self.moe.num_here, some=self.first is not None)
         token_P = routing.order_P // self.moe.top_k
         x_PI = x_TI[token_P]
