@@ -6,6 +6,7 @@ test_fidelity.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from dataclasses import dataclass
@@ -120,6 +121,32 @@ def test_experts_add_what_their_adapters_say(
             slot = slots[token]
             if min(slot, expert) < 0:
                 assert torch.equal(y[p], before[p]), "a base row was touched"
+                continue
+            delta = expected_row(pool, starts[slot], layouts[slot], group.index, expert, x[p])
+            torch.testing.assert_close(y[p].double(), before[p] + delta, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("first", [0, 2], ids=["all", "some"])
+@pytest.mark.parametrize("slots", [[1], [-1, 0, 0, 2, 2, 1]], ids=["one row", "rows"])
+def test_adapters_add_to_pairs_as_they_come(slots: list[int], first: int) -> None:
+    """With `first`, the other experts are elsewhere, and add nothing."""
+    pool, layouts = random_pool(TABLE, RANKS), [layout_of(TABLE, ranks) for ranks in RANKS]
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand((len(slots), NUM_EXPERTS + 1), generator=generator)
+    expert_TK = scores.topk(TOP_K).indices - first
+    step = triton_backend(pool).begin(batch_of(slots)).pairs(expert_TK, NUM_EXPERTS - 1)
+    assert step is not None
+    ends = itertools.accumulate(layout.num_elements for layout in layouts)
+    starts = [0, *ends]
+    for group in TABLE.groups[1:]:
+        x = torch.randn((expert_TK.numel(), group.in_features), generator=generator)
+        y = torch.randn((expert_TK.numel(), group.out_features), generator=generator)
+        before = y.clone()
+        step.linear(y, x, group.index)
+        for p, expert in enumerate(expert_TK.flatten().tolist()):
+            slot = slots[p // TOP_K]
+            if slot < 0 or not 0 <= expert < NUM_EXPERTS - 1:
+                assert torch.equal(y[p], before[p])
                 continue
             delta = expected_row(pool, starts[slot], layouts[slot], group.index, expert, x[p])
             torch.testing.assert_close(y[p].double(), before[p] + delta, atol=1e-4, rtol=1e-5)

@@ -17,7 +17,7 @@ import weft.kernels.triton_choice as of_choice
 import weft.kernels.triton_experts as kernels
 from weft.core.units import EXPERT_UNIT
 from weft.kernels.activations import Activation, ClampedSwiglu, reference_activate_and_mul
-from weft.kernels.experts import Chosen, ExpertChoice, ExpertWeights
+from weft.kernels.experts import Chosen, ExpertAdapters, ExpertChoice, ExpertWeights
 from weft.kernels.experts import choose_experts as torch_choose
 from weft.kernels.ops import Ops, Pending, Product, Shared
 
@@ -121,6 +121,35 @@ def test_the_shared_expert_s_part_is_added(num_rows: int, weighed: bool) -> None
     found_TI = kernels.mixture(x_TI, chosen, weights, "silu", shared)
     assert alone_TI is not None and found_TI is not None
     torch.testing.assert_close(found_TI, alone_TI + shared.whole())
+
+
+@pytest.mark.parametrize("num_rows", [1, 20])
+@pytest.mark.parametrize("activation", ["silu", CLAMPED, "relu2"], ids=str)
+def test_adapters_add_to_both_products(activation: Activation, num_rows: int) -> None:
+    """Here the same matrix to those of all experts, so that it could be a part of them."""
+    generator = torch.Generator().manual_seed(num_rows)
+    parts = 1 if activation == "relu2" else 2
+    weights = make_weights(4, activation is CLAMPED, generator, parts)
+    shapes = [weights.gate_up_EOI.shape[1:]] * 2 + [weights.down_EIF.shape[1:]]
+    deltas = [torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes]
+
+    def add(y_PO: Tensor, x_PI: Tensor, group: int) -> None:
+        y_PO += x_PI @ deltas[group].t()
+
+    x_TI = torch.randn(num_rows, HIDDEN, generator=generator)
+    logits = Product(torch.randn(num_rows, 4, generator=generator))
+    chosen = choose(logits, ExpertChoice(2, False, True, False))
+    adapters = ExpertAdapters(add, (0, 1), (2,))
+    found_TI = kernels.mixture(x_TI, chosen, weights, activation, adapters=adapters)
+    adapted = replace(
+        weights,
+        gate_up_EOI=weights.gate_up_EOI + deltas[0] + deltas[1],
+        down_EIF=weights.down_EIF + deltas[2],
+    )
+    assert found_TI is not None
+    wanted_TI = expected(x_TI, chosen.weight_TK, chosen.expert_TK, adapted, activation)
+    error = (found_TI - wanted_TI).abs().max() / wanted_TI.abs().max()
+    assert error < 2.0**-18
 
 
 @pytest.mark.parametrize(("num_rows", "num_inputs"), [(1, 128), (9, 100), (64, 5000)])

@@ -37,17 +37,22 @@ class AdapterShape:
 
     rank: int
     targets: tuple[str, ...] | None = None
-    """Names of projections such as ("q_proj", "v_proj"). None means all linear layers."""
+    """Names of projections such as ("q_proj", "v_proj"), or of a mixture's experts such as
+    "experts.down_proj". None means all linear layers, without experts."""
 
     def of(self, table: TargetTable) -> list[Target]:
         """The projections to adapt. Raises ConfigError for a name that the model lacks."""
-        linear = [t for t in table.targets if t.kind == "linear"]
-        known = {t.suffix: None for t in linear}
+        known: dict[str, list[Target]] = {}
+        for kind, prefix in ("linear", ""), ("experts", "experts."):
+            for target in table.targets:
+                if target.kind == kind:
+                    known.setdefault(prefix + target.suffix, []).append(target)
+        linear = [name for name in known if not name.startswith("experts.")]
         for name in self.targets or ():
             if name not in known:
                 wanted = ", ".join(known)
                 raise ConfigError(f"--targets: {name!r} is none of {wanted}", "targets")
-        return [t for t in linear if self.targets is None or t.suffix in self.targets]
+        return [t for name in self.targets or linear for t in known[name]]
 
 
 def default_model(options: Mapping[str, object]) -> str:
@@ -193,7 +198,11 @@ class RandomAdapters:
     def write(self, folder: Path, ranks: Sequence[int], dtype: str) -> Iterator[Path]:
         """Write one folder per rank with a random adapter, as PEFT writes them. All of them
         differ: each is a window of one buffer of noise, begun one element later. To draw as many
-        normal numbers for each would take longer than the measurement."""
+        normal numbers for each would take longer than the measurement. Raises ConfigError for
+        adapters of experts."""
+        if any(target.kind == "experts" for target in self._targets):
+            message = "--targets: adapters of experts are not written to folders"
+            raise ConfigError(message, "targets")
         num_columns = sum(t.in_features + t.out_features for t in self._targets)
         noise = _noise(max(ranks, default=0) * num_columns + len(ranks), dtype)
         names = sorted({t.suffix for t in self._targets})

@@ -5,6 +5,7 @@ Shapes: T token rows, E experts, K experts of a token, I hidden size, F width of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,6 +65,17 @@ class Chosen(NamedTuple):
     numbers."""
     shared_T1: Tensor | None = None
     """The weight of the expert that all tokens go through; None: 1, or there is no such expert."""
+
+
+class ExpertAdapters(NamedTuple):
+    """What adapters add to the products of experts, for pairs token * K + rank, P of them."""
+
+    add: Callable[[Tensor, Tensor, int], None]
+    """Adds a group's part to y (P, O), given x (P, I) and the group; see
+    `weft.kernels.lora.base.ExpertStep`."""
+    gate_up: tuple[int, ...]
+    """The groups of the first product, each of which adds its part."""
+    down: tuple[int, ...]
 
 
 def choose_experts(

@@ -24,7 +24,13 @@ from weft.kernels.attention.by_row import attend_by_row
 from weft.kernels.attention.sdpa import torch_attend
 from weft.kernels.collective.base import Ranks
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows, gated_delta
-from weft.kernels.experts import Chosen, ExpertChoice, ExpertWeights, choose_experts
+from weft.kernels.experts import (
+    Chosen,
+    ExpertAdapters,
+    ExpertChoice,
+    ExpertWeights,
+    choose_experts,
+)
 from weft.kernels.short_conv import ShortConvLayer, short_conv
 
 
@@ -251,6 +257,7 @@ class Ops:
         experts: ExpertWeights,
         activation: Activation,
         shared: Shared | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> Tensor | None:
         """Compute the sum of each token's experts, as far as they are here, and of the shared one,
         (T, I), by kernels that do all of it. None where there are no such kernels for so many rows

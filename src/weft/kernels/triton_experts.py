@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.core.numbers import next_power_of_2
 from weft.core.units import EXPERT_UNIT
 from weft.kernels.activations import Activation, ClampedSwiglu, is_gated
-from weft.kernels.experts import Chosen, ExpertWeights
+from weft.kernels.experts import Chosen, ExpertAdapters, ExpertWeights
 from weft.kernels.ops import Product, Shared
 from weft.kernels.triton_base import (
     INTERPRETED,
@@ -112,10 +112,12 @@ def _gate_up(
     w_ptr,
     bias_ptr,
     expert_ptr,
+    add_ptr,
     out_ptr,
     T,
     E,
     x_stride,
+    add_stride,
     alpha,
     limit,
     I: tl.constexpr,  # noqa: E741
@@ -132,13 +134,14 @@ def _gate_up(
     GELU: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
+    ADAPTED: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out (pairs, F) = activation(gate) * up; programs: tiles of one expert after another, each of
     BLOCK_O rows of its matrix, a row of gate and the same one of up in turns. If not GATED, all
-    rows are of up, and out = activation(up), without biases. Activations are as in
-    `weft.kernels.triton_base`."""
+    rows are of up, and out = activation(up), without biases. If ADAPTED, gate and up have add
+    (pairs, outputs) added first. Activations are as in `weft.kernels.triton_base`."""
     if PDL:  # `_down` begins when the experts have been chosen
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -174,8 +177,15 @@ def _gate_up(
                 bias_at = bias_ptr + expert * 2 * F + at
                 gate += tl.load(bias_at).to(tl.float32)[:, None]
                 up += tl.load(bias_at + to_up).to(tl.float32)[:, None]
+            if ADAPTED:
+                add_at = add_ptr + pair_r[None, :] * add_stride + at[:, None]
+                gate += tl.load(add_at, mask=there[None, :], other=0.0).to(tl.float32)
+                up += tl.load(add_at + to_up, mask=there[None, :], other=0.0).to(tl.float32)
             y = activated(gate, up, alpha, limit, GELU, CLAMPED)
         else:
+            if ADAPTED:
+                add_at = add_ptr + pair_r[None, :] * add_stride + f[:, None]
+                acc += tl.load(add_at, mask=there[None, :], other=0.0).to(tl.float32)
             y = activated_alone(acc)
         y = tl.trans(y).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + pair_r[:, None] * F + f[None, :], y, mask=there[:, None])
@@ -187,17 +197,19 @@ def _down(
     w_ptr,
     bias_ptr,
     expert_ptr,
+    add_ptr,
     weight_ptr,
     parts_ptr,
     tickets_ptr,
     shared_ptr,
-    add_ptr,
-    add_slot_ptr,
+    shared_add_ptr,
+    shared_slot_ptr,
     shared_weight_ptr,
     out_ptr,
     T,
     E,
     places,
+    add_stride,
     I: tl.constexpr,  # noqa: E741
     F: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -209,6 +221,7 @@ def _down(
     STAGES: tl.constexpr,
     BY_PAIR: tl.constexpr,
     BIAS: tl.constexpr,
+    ADAPTED: tl.constexpr,
     SOME: tl.constexpr,
     SHARED: tl.constexpr,
     PENDING: tl.constexpr,
@@ -218,10 +231,10 @@ def _down(
     PDL: tl.constexpr,
 ):
     """out (T, I): the sum over a token's experts of weight * (x @ w^T + bias), x (pairs, F); if
-    SOME, over those that are here. With SHARED, what the shared expert gives is in it, times a
-    weight if WEIGHED. Programs: tiles of one expert after another, each of BLOCK_O columns
-    of the result; the last one of some columns adds the parts (pairs, I) in the order of each
-    token's choices."""
+    ADAPTED of weight * (x @ w^T + bias + add), add (pairs, I); if SOME, over those that are here.
+    With SHARED, what the shared expert gives is in it, times a weight if WEIGHED. Programs: tiles
+    of one expert after another, each of BLOCK_O columns of the result; the last one of some columns
+    adds the parts (pairs, I) in the order of each token's choices."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     TILES: tl.constexpr = I // BLOCK_O
@@ -245,6 +258,9 @@ def _down(
         acc = _rows_times(x_at, there, w_at, w_row, F, BLOCK_R, BLOCK_O, BLOCK_K, STAGES, EXACT)
         if BIAS:
             acc += tl.load(bias_ptr + expert * I + o).to(tl.float32)[:, None]
+        if ADAPTED:
+            add_at = add_ptr + pair_r[None, :] * add_stride + o[:, None]
+            acc += tl.load(add_at, mask=there[None, :], other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + pair_r, mask=there, other=0.0).to(tl.float32)
         acc *= weight[None, :]
         tl.store(parts_ptr + pair_r[:, None] * I + o[None, :], tl.trans(acc), mask=there[:, None])
@@ -259,8 +275,8 @@ def _down(
             at_row = t[:, None] * I + o[None, :]
             has = ok
             if PENDING:
-                has = tl.load(add_slot_ptr + t, mask=ok, other=-1) >= 0
-            add = load_pending(add_ptr + at_row, ok[:, None], PENDING)
+                has = tl.load(shared_slot_ptr + t, mask=ok, other=-1) >= 0
+            add = load_pending(shared_add_ptr + at_row, ok[:, None], PENDING)
             total += tl.load(shared_ptr + at_row, mask=ok[:, None], other=0.0)
             total = plus_pending(total, add, has[:, None], PENDING)
             if WEIGHED:
@@ -304,23 +320,36 @@ def _cut(inputs: int) -> ExpertCut:
     return ExpertCut(64, 32, 16) if inputs % 64 else ExpertCut(64, 64, 10)
 
 
+def _added_first(
+    x_TI: Tensor, num_chosen: int, sizes: tuple[int, int], adapters: ExpertAdapters
+) -> tuple[Tensor, Tensor]:
+    """What adapters add to the first product of pairs, and zeros for the second one, of `sizes`."""
+    T, I = x_TI.shape  # noqa: E741
+    first, second = x_TI.new_zeros(T * num_chosen, sum(sizes)).split_with_sizes(sizes, 1)
+    x_PI = x_TI[:, None].expand(T, num_chosen, I).reshape(T * num_chosen, I)
+    for group in adapters.gate_up:
+        adapters.add(first, x_PI, group)
+    return first, second
+
+
 def mixture(
     x_TI: Tensor,
     chosen: Chosen,
     experts: ExpertWeights,
     activation: Activation,
     shared: Shared | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor | None:
     """The sum of each token's experts that are here, and of the shared one, (T, I); see
     `weft.kernels.ops.Ops.mixture`. None where other kernels are better, or these can't."""
-    T, (_, I, F) = len(x_TI), experts.down_EIF.shape  # noqa: E741
+    T, (E, I, F), O = len(x_TI), experts.down_EIF.shape, experts.gate_up_EOI.shape[1]  # noqa: E741
     unit = EXPERT_UNIT if is_gated(activation) else 2 * EXPERT_UNIT
     if not 0 < T <= FEW_TOKENS or I % 64 or F % unit or x_TI.stride(1) != 1:
         return None
     if x_TI.dtype == torch.float32 and not INTERPRETED:
         return None
     weight_TK, expert_TK, _ = chosen
-    K, E = expert_TK.shape[1], len(experts.down_EIF)
+    K = expert_TK.shape[1]
     inner_PF, parts_PI = x_TI.new_empty(T * K, F), x_TI.new_empty(T * K, I, dtype=torch.float32)
     out_TI = x_TI.new_empty(T, I)
     clamped = activation if isinstance(activation, ClampedSwiglu) else None
@@ -334,25 +363,31 @@ def mixture(
         "BLOCK_T": max(16, next_power_of_2(T)),
         "BLOCK_TOP": next_power_of_2(K),
         "BY_PAIR": T * K < E,
+        "ADAPTED": adapters is not None,
         "EXACT": INTERPRETED or x_TI.dtype == torch.float32,
         "num_warps": 4,
         **launch_options(starts_early(x_TI.device)),
     }
+    add_PO = add_PI = out_TI
+    if adapters is not None:
+        add_PO, add_PI = _added_first(x_TI, K, (O, I), adapters)
     cut, bias_EO = _cut(I), experts.gate_up_bias_EO
-    _gate_up[places * (experts.gate_up_EOI.shape[1] // cut.columns),](
-        x_TI, experts.gate_up_EOI, out_TI if bias_EO is None else bias_EO, expert_TK, inner_PF,
-        T, E, x_TI.stride(0), alpha, limit, CLAMPED=clamped is not None,
+    _gate_up[places * (O // cut.columns),](
+        x_TI, experts.gate_up_EOI, out_TI if bias_EO is None else bias_EO, expert_TK, add_PO,
+        inner_PF, T, E, x_TI.stride(0), add_PO.stride(0), alpha, limit, CLAMPED=clamped is not None,
         GELU=activation == "gelu_tanh", GATED=is_gated(activation), BIAS=bias_EO is not None,
         **cut.constants, **common,
     )  # fmt: skip
+    for group in adapters.down if adapters is not None else ():
+        adapters.add(add_PI, inner_PF, group)
     cut, bias_EI = _cut(F), experts.down_bias_EI
     _, tickets, _ = meeting_place(x_TI.device)
     product, weight_T1 = shared or Shared(Product(out_TI))
     of_shared = product.y_TO, *product.pending_tensors(), out_TI if weight_T1 is None else weight_T1
     _down[places * (I // cut.columns),](
-        inner_PF, experts.down_EIF, out_TI if bias_EI is None else bias_EI, expert_TK, weight_TK,
-        parts_PI, tickets, *of_shared, out_TI, T, E, places, BIAS=bias_EI is not None,
-        SOME=experts.first is not None, SHARED=shared is not None,
+        inner_PF, experts.down_EIF, out_TI if bias_EI is None else bias_EI, expert_TK, add_PI,
+        weight_TK, parts_PI, tickets, *of_shared, out_TI, T, E, places, add_PI.stride(0),
+        BIAS=bias_EI is not None, SOME=experts.first is not None, SHARED=shared is not None,
         PENDING=shared is not None and shared.product.pending is not None,
         WEIGHED=weight_T1 is not None, AHEAD=AHEAD, **cut.constants, **common,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from weft.kernels.attention.paged import PagedAttention
 from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.peers import PeerRanks
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows
-from weft.kernels.experts import Chosen, ExpertChoice, ExpertWeights
+from weft.kernels.experts import Chosen, ExpertAdapters, ExpertChoice, ExpertWeights
 from weft.kernels.ops import Ops, Product, Rope, Shared
 from weft.kernels.short_conv import ShortConvLayer
 from weft.kernels.triton_base import (
@@ -385,8 +385,9 @@ class TritonOps(Ops):
         experts: ExpertWeights,
         activation: Activation,
         shared: Shared | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> Tensor | None:
-        return triton_experts.mixture(x_TI, chosen, experts, activation, shared)
+        return triton_experts.mixture(x_TI, chosen, experts, activation, shared, adapters)
 
     def rope_and_write(
         self,

@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.core.errors import ConfigError
 from weft.kernels.activations import Activation
 from weft.kernels.collective.base import Ranks
-from weft.kernels.experts import Chosen, ExpertChoice, ExpertWeights
+from weft.kernels.experts import Chosen, ExpertAdapters, ExpertChoice, ExpertWeights
 from weft.kernels.lora.base import ExpertStep, LoraStep
 from weft.kernels.ops import Ops, Product, Shared
 from weft.models.family import MoeConfig
@@ -204,9 +204,14 @@ class SparseMlp:
         self, x_TI: Tensor, chosen: Chosen, shared: Shared | None, step: StepContext
     ) -> Tensor:
         """The sum over each token's experts on this rank, with the shared one's part, (T, I)."""
-        lora, y_TI = step.lora if step.changes_experts else None, None
-        if lora is None:
-            y_TI = self.ops.mixture(x_TI, chosen, self.experts, self.activation, shared)
+        lora, adapters, y_TI = step.lora if step.changes_experts else None, None, None
+        if lora is not None:
+            pairs = lora.pairs(chosen.expert_TK, self.moe.num_here)
+            if pairs is not None:
+                adapters = ExpertAdapters(pairs.linear, self.gate_up.groups, self.down.groups)
+        if lora is None or adapters is not None:
+            experts, activation = self.experts, self.activation
+            y_TI = self.ops.mixture(x_TI, chosen, experts, activation, shared, adapters)
         if y_TI is None:
             shared_TI = None if shared is None else shared.whole()
             y_TI = self._sorted(x_TI, chosen, lora)

@@ -48,8 +48,8 @@ Targets = Annotated[
     str | None,
     workload_option(
         metavar="NAME,...",
-        help="The projections that the adapters have, such as q_proj,v_proj. Default: all linear"
-        " layers.",
+        help="The projections that the adapters have, such as q_proj,v_proj, or experts.down_proj"
+        " for those of a mixture's experts. Default: all linear layers, without experts.",
     ),
 ]
 Seed = Annotated[int, workload_option(help="The same seed gives the same requests.", min=0)]

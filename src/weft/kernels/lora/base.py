@@ -321,6 +321,12 @@ class LoraStep(Protocol):
         """Add the adapters' part to the product of sums of latents with the base's projection to
         values: B_V (A x)."""
 
+    def pairs(self, expert_TK: Tensor, num_experts: int) -> ExpertStep | None:
+        """The adapters' part of a layer's experts, for few rows: as `experts`, for the pairs of all
+        rows and their experts as they come, token * K + rank. Experts beyond `num_experts`, or
+        below 0, are elsewhere. None if the caller is to order the pairs."""
+        return None
+
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
         """The adapters' part of a layer's experts, for pairs of a row of the step and an expert,
         int64 (P,) each. They are ordered by expert, then by slot; behind them may be pairs with

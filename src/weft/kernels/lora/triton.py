@@ -47,7 +47,7 @@ from weft.kernels.lora.triton_absorbed import add_absorbed
 from weft.kernels.lora.triton_beside import NUM_FLAGS, launch_beside
 from weft.kernels.lora.triton_many import SHARES, TOGETHER, expand_rows, shrink_rows, sum_v
 from weft.kernels.lora.triton_ranks import RankExchange
-from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
+from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts, tiles_of_pairs
 from weft.kernels.lora.triton_tiles import EXPERT
 from weft.kernels.ops import Product
 from weft.kernels.triton_base import (
@@ -57,6 +57,7 @@ from weft.kernels.triton_base import (
     processors,
     starts_early,
 )
+from weft.kernels.triton_experts import FEW_TOKENS
 from weft.kernels.triton_linear import MOST_ROWS
 from weft.kernels.triton_pending import KernelPending
 from weft.kernels.tuned import Blocks
@@ -271,8 +272,16 @@ class TritonStep(LoraStep):
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
         assert self.rows.slots is not None
-        rows = TileRows(tiles_of_experts(self.rows.slots, token_P, expert_P))
-        work = self._work.new_empty((2, len(token_P), self._backend.row_floats))
+        return self._of_tiles(tiles_of_experts(self.rows.slots, token_P, expert_P))
+
+    def pairs(self, expert_TK: Tensor, num_experts: int) -> ExpertStep | None:
+        if self.rows.slots is None or not 0 < len(expert_TK) <= FEW_TOKENS:
+            return None
+        return self._of_tiles(tiles_of_pairs(self.rows.slots, expert_TK, num_experts))
+
+    def _of_tiles(self, tiles_P4: Tensor) -> TritonStep:
+        rows = TileRows(tiles_P4)
+        work = self._work.new_empty((2, len(tiles_P4), self._backend.row_floats))
         return TritonStep(self._backend, rows, rows, work)
 
     def _reduce(self, x_TI: Tensor, group: int) -> None:

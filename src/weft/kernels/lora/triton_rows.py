@@ -18,7 +18,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.core.numbers import cdiv
+from weft.core.numbers import cdiv, next_power_of_2
 from weft.kernels.lora.base import LoraBatch, Segment
 from weft.kernels.lora.triton_tiles import EXPERT, TILE_ROWS
 from weft.kernels.staging import Staging
@@ -153,4 +153,33 @@ def tiles_of_experts(slot_T: Tensor, token_P: Tensor, expert_P: Tensor) -> Tenso
     _mark_tiles[grid](*pairs, starts_P, rows_P, num_pairs, SIZE=TILE_ROWS)
     count_P = starts_P.cumsum(0, dtype=torch.int32)
     _lay_out_tiles[grid](*pairs, count_P, rows_P, tiles_P4, num_pairs, SIZE=TILE_ROWS)
+    return tiles_P4
+
+
+@triton.jit
+def _lay_out_pairs(
+    expert_ptr, slot_ptr, tiles_ptr, P, num_experts, TOP_K: tl.constexpr, SIZE: tl.constexpr
+):
+    """As `_lay_out_tiles`, with a tile for each pair that an adapter changes. One program."""
+    p = tl.arange(0, SIZE)
+    slot = tl.load(slot_ptr + p // TOP_K, mask=p < P, other=-1)
+    expert = tl.load(expert_ptr + p, mask=p < P, other=-1).to(tl.int32)
+    has = (slot >= 0) & (expert >= 0) & (expert < num_experts)
+    total = tl.sum(has.to(tl.int32), 0)
+    tl.store(tiles_ptr + 4 * p + 2, 0, mask=(p >= total) & (p < P))
+    tile = tiles_ptr + 4 * (tl.cumsum(has.to(tl.int32), 0) - 1)
+    tl.store(tile, expert * _EXPERT + slot, mask=has)
+    tl.store(tile + 1, p, mask=has)
+    tl.store(tile + 2, 1, mask=has)
+    tl.store(tiles_ptr + 3, total)
+
+
+def tiles_of_pairs(slot_T: Tensor, expert_TK: Tensor, num_experts: int) -> Tensor:
+    """Lay out the tiles of few pairs, int32 (P, 4), in the order token * K + rank. Their shape
+    follows from the number of rows only; `slot_T` is int32."""
+    num_pairs, top_k = expert_TK.numel(), expert_TK.shape[1]
+    tiles_P4 = expert_TK.new_empty((num_pairs, 4), dtype=torch.int32)
+    _lay_out_pairs[1,](
+        expert_TK, slot_T, tiles_P4, num_pairs, num_experts, top_k, next_power_of_2(num_pairs)
+    )
     return tiles_P4
