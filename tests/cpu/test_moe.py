@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,16 @@ from transformers import (
 
 from weft import LLM, SamplingParams
 from weft.checkpoint.pack import AdapterImage
-from weft.core.errors import AdapterInvalid, ConfigError
+from weft.core.errors import AdapterInvalid, AdapterQuarantined, ConfigError
 from weft.core.targets import ImageLayout, TargetTable, aligned, layout_of
 from weft.kernels.lora import AdapterPool, LoraBackend, make_backend
+from weft.kernels.lora.oracle import ImageStep
 from weft.llm import RequestOutput
 from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
 from weft.models.loading import load_weights
 from weft.models.moe import check_width, route
+from weft.worker.compared import ComparedStep
 
 NUM_EXPERTS, TOP_K, HIDDEN, INNER = 5, 2, 37, 20
 TABLE: TargetTable = build_table(
@@ -150,6 +153,28 @@ def test_adapters_add_to_pairs_as_they_come(slots: list[int], first: int) -> Non
                 continue
             delta = expected_row(pool, starts[slot], layouts[slot], group.index, expert, x[p])
             torch.testing.assert_close(y[p].double(), before[p] + delta, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True], ids=["right", "wrong"])
+def test_the_check_of_adapters_compares_pairs(is_wrong: bool) -> None:
+    """Two rows of the base, and two of an adapter; the last expert is elsewhere."""
+    pool, layout = random_pool(TABLE, RANKS[:1]), layout_of(TABLE, RANKS[0])
+    image = pool.arena.clone()
+    served = triton_backend(pool).begin(batch_of([-1, -1, 0, 0]))
+    compared = ComparedStep(served, ImageStep(TABLE, layout, image, 2, 2, 4), pool, 4)
+    expert_TK = torch.tensor([[0, 1], [2, 4], [3, 0], [4, 1]])
+    pairs = compared.pairs(expert_TK, NUM_EXPERTS - 1)
+    assert pairs is not None
+    if is_wrong:
+        pool.arena.mul_(1.1)
+    for group in TABLE.groups[1:]:
+        x = torch.randn((8, group.in_features), generator=torch.Generator().manual_seed(0))
+        pairs.linear(torch.zeros(8, group.out_features), x, group.index)
+    expected: AbstractContextManager[object] = nullcontext()
+    if is_wrong:
+        expected = pytest.raises(AdapterQuarantined, match="gate, up was off by")
+    with expected:
+        compared.check()
 
 
 def test_routing_orders_pairs_by_expert_then_by_token() -> None:

@@ -14,7 +14,7 @@ import weft
 ROOT = Path(weft.__file__).parent
 CLASS_LINES, CLASS_ATTRIBUTES, FILE_LINES, FUNCTION_LINES = 350, 15, 450, 60
 MAX_EXCEPTIONS = 10
-ALL_LINES = 76_420
+ALL_LINES = 76_440
 """How many lines all files may have together, benchmarks aside."""
 EXCEPTIONS: dict[str, str] = {}
 """By path and name: why it is larger."""

@@ -128,6 +128,16 @@ class ComparedStep(LoraStep):
         served, oracle = (s.experts(token_P, expert_P) for s in (self._served, self._oracle))
         return _ComparedExperts(self, served, oracle, slice(int((expert_P >= 0).sum())))
 
+    def pairs(self, expert_TK: Tensor, num_experts: int) -> ExpertStep | None:
+        served = self._served.pairs(expert_TK, num_experts)
+        if served is None:
+            return None
+        expert_P = expert_TK.flatten()
+        expert_P = expert_P.where(expert_P < num_experts, -1)
+        token_P = torch.arange(len(expert_P), device=expert_P.device) // expert_TK.shape[1]
+        oracle = self._oracle.experts(token_P, expert_P)
+        return _ComparedExperts(self, served, oracle, slice(None))
+
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
         wanted = self._oracle.of(index)
         got = self._norms.of(index) if self._norms is not None else []
