@@ -58,9 +58,9 @@ warm_up = {
         SHRINK_STAGES=3, EXPAND_STAGES=4, num_warps=4, **ranks.ALONE, **common, **early,
     ),
     "gate and up": lambda: experts._gate_up.warmup(
-        bf, bf, bf, i64, bf, 7, 32, 2880, 1.7, 7.0, I=2880, F=2880, TOP_K=4, BLOCK_T=16,
+        bf, bf, bf, i64, bf, bf, 7, 32, 2880, 8640, 1.7, 7.0, I=2880, F=2880, TOP_K=4, BLOCK_T=16,
         BLOCK_TOP=4, BLOCK_R=16, BLOCK_O=64, BLOCK_K=64, STAGES=10, BY_PAIR=True, CLAMPED=True,
-        GELU=False, GATED=True, BIAS=True, EXACT=False, num_warps=4, **early,
+        GELU=False, GATED=True, BIAS=True, ADAPTED=True, EXACT=False, num_warps=4, **early,
     ),
     "decodes": lambda: paged.decode_rows.warmup(
         bf, bf, bf, bf, f32, f32, i32, i32, i32, bf, i32, 0.1, 0, 4096, 64, 8, G=4, D=128,
