@@ -173,10 +173,24 @@ EXPERTS = {
 }
 
 
-def test_experts_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SHARED_EXPERT = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize("changes", [EXPERTS, SHARED_EXPERT], ids=["experts", "a shared one too"])
+def test_experts_in_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
     """As by plain operations, with adapters that change experts and without any."""
     monkeypatch.setattr(graphs_module, "batch_sizes", lambda max_seqs: [max_seqs])
-    model = Model(tmp_path, changes=EXPERTS, token_sizes=(8,))
+    model = Model(tmp_path, changes=changes, token_sizes=(8,))
     plain = copy.copy(model)
     plain.decoder = Decoder(model.decoder.config, model.weights, Ops(), MAX_LEN)
     plain.lora = make_backend("torch", model.pool)

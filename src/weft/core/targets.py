@@ -331,8 +331,8 @@ class ImageLayout:
     rows of embedding and head are theirs, and include what the adapter's A and B add to them. If
     there are fewer, A, B and vectors have no effect for the tokens beyond."""
     has_experts: bool = False
-    """Whether it changes experts, or a router whose logits are float32: other adapters' steps leave
-    out the kernels for both."""
+    """Whether it changes experts, or a router whose logits are float32. What adapters add to these
+    is computed only in steps that have such an adapter."""
 
     @property
     def max_rank(self) -> int:

@@ -37,7 +37,7 @@ class StepContext:
     states: StateRows | None = None
     """The sequences' recurrent states; None: the model has none."""
     changes_experts: bool = True
-    """Whether an adapter of the step may change experts."""
+    """Whether an adapter of the step may change experts, or a router whose logits are float32."""
 
 
 def with_offset(weight: Tensor, offset: float, factor: float = 1.0) -> Tensor:

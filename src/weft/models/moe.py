@@ -204,20 +204,19 @@ class SparseMlp:
         self, x_TI: Tensor, chosen: Chosen, shared: Shared | None, step: StepContext
     ) -> Tensor:
         """The sum over each token's experts on this rank, with the shared one's part, (T, I)."""
-        lora, adapters, y_TI = step.lora if step.changes_experts else None, None, None
-        if lora is not None:
-            pairs = lora.pairs(chosen.expert_TK, self.moe.num_here)
+        lora = step.lora if step.changes_experts else None
+        pairs = None if lora is None else lora.pairs(chosen.expert_TK, self.moe.num_here)
+        if lora is None or pairs is not None:
+            adapters = None
             if pairs is not None:
                 adapters = ExpertAdapters(pairs.linear, self.gate_up.groups, self.down.groups)
-        if lora is None or adapters is not None:
             experts, activation = self.experts, self.activation
             y_TI = self.ops.mixture(x_TI, chosen, experts, activation, shared, adapters)
-        if y_TI is None:
-            shared_TI = None if shared is None else shared.whole()
-            y_TI = self._sorted(x_TI, chosen, lora)
-            if shared_TI is not None:
-                y_TI += shared_TI
-        return y_TI
+            if y_TI is not None:
+                return y_TI
+        shared_TI = None if shared is None else shared.whole()
+        y_TI = self._sorted(x_TI, chosen, lora)
+        return y_TI if shared_TI is None else y_TI.add_(shared_TI)
 
     @property
     def choice(self) -> ExpertChoice:

@@ -36,7 +36,8 @@ from weft.worker.sizes import FULL, MANY_TOKENS, batch_sizes
 from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
 
 _Kind = Literal["base", "linear", "experts"]
-"""base: the step has no adapters. linear: its adapters change no experts. experts: some do."""
+"""base: the step has no adapters. linear: its adapters change neither experts nor routers whose
+logits are float32. experts: some do."""
 
 
 class _Outputs(NamedTuple):

@@ -32,7 +32,7 @@ def has_extras(pool: AdapterPool, slots: Iterable[int]) -> bool:
 
 
 def has_experts(pool: AdapterPool, slots: Iterable[int]) -> bool:
-    """Whether any of these slots holds an adapter that changes experts."""
+    """Whether any of these slots holds an adapter that changes experts, or a router in float32."""
     if not pool.table.has_experts:
         return False
     return any((placed := pool.placed(slot)) and placed[1].has_experts for slot in slots)
