@@ -324,7 +324,8 @@ class LoraStep(Protocol):
     def pairs(self, expert_TK: Tensor, num_experts: int) -> ExpertStep | None:
         """The adapters' part of a layer's experts, for few rows: as `experts`, for the pairs of all
         rows and their experts as they come, token * K + rank. Experts beyond `num_experts`, or
-        below 0, are elsewhere. None if the caller is to order the pairs."""
+        below 0, are elsewhere. What is pending of a product stays valid. None if the caller is to
+        order the pairs."""
         return None
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
