@@ -23,6 +23,18 @@ _QWEN3: dict[str, object] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "tie_word_embeddings": False,
 }
+_QWEN3_5: dict[str, object] = {
+    "dtype": "bfloat16",
+    "vocab_size": 248_320,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262_144,
+    "tie_word_embeddings": False,
+}
 PRESETS: dict[str, dict[str, object]] = {
     "tiny": _LLAMA
     | {
@@ -83,44 +95,26 @@ PRESETS: dict[str, dict[str, object]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
         "tie_word_embeddings": False,
     },
-    "qwen3.5-9b": {
+    "qwen3.5-9b": _QWEN3_5
+    | {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
-        "dtype": "bfloat16",
-        "vocab_size": 248_320,
         "hidden_size": 4096,
         "intermediate_size": 12_288,
         "num_hidden_layers": 32,
-        "num_attention_heads": 16,
         "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "max_position_embeddings": 262_144,
-        "tie_word_embeddings": False,
     },
-    "qwen3.5-35b-a3b": {
+    "qwen3.5-35b-a3b": _QWEN3_5
+    | {
         "architectures": ["Qwen3_5MoeForCausalLM"],
         "model_type": "qwen3_5_moe_text",
-        "dtype": "bfloat16",
-        "vocab_size": 248_320,
         "hidden_size": 2048,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_experts": 256,
         "num_experts_per_tok": 8,
         "num_hidden_layers": 40,
-        "num_attention_heads": 16,
         "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "max_position_embeddings": 262_144,
-        "tie_word_embeddings": False,
     },
     "granite-4.0-h-micro": {
         "architectures": ["GraniteMoeHybridForCausalLM"],
