@@ -426,6 +426,24 @@ def test_single_experts_and_routers_of_lfm2(tmp_path: Path) -> None:
     World(tmp_path, {}, {None: model}).check(None, output)
 
 
+@pytest.mark.parametrize("family", ["glm4-moe"], scope="module")
+def test_a_router_in_float32_with_16_bits_around_it(world: World) -> None:
+    """An adapter of nothing else changes what it does in float32, beside one that has no part in it
+    and the base."""
+    names = [None, "attention", "router"]
+    adapters = {name: world.adapters[name] for name in names if name is not None}
+    options = {"num_blocks": 64, "num_threads": 1, "skip_tokenizer_init": True}
+    found: list[list[dict[int, float]]] = []
+    for dtype in ("float32", "bfloat16"):
+        with LLM(world.base, adapters, device="cpu", dtype=dtype, **options) as llm:
+            outputs = llm.generate([PROMPTS[0]] * 3, FIRST, names)
+        found.append([dict(output.logprobs[0].top) for output in outputs if output.logprobs])
+    for exact, rounded in zip(*found, strict=True):
+        assert max(abs(rounded[t] - exact[t]) for t in exact.keys() & rounded.keys()) < 0.1
+    base, _, router = found[1]
+    assert max(abs(router[t] - base[t]) for t in base.keys() & router.keys()) > 0.5
+
+
 @FAMILIES
 def test_some_experts_of_several_ranks(world: World, family: str, tmp_path: Path) -> None:
     """As if their deltas were in the base's weights."""
