@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tiny import ADAPTERS, BASE, answer
 from torch import Tensor
 from toy_tokenizers import byte_level
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2MoeConfig
 
 from weft import LLM, SamplingParams
 from weft.checkpoint.pack import AdapterImage
@@ -37,7 +37,10 @@ from weft.kernels.checksum import PAGE, checksum
 from weft.kernels.lora import AdapterPool, Segment, base, extras, grouped
 from weft.kernels.lora.triton import TritonBackend, Tuning
 from weft.kernels.triton_base import INTERPRETED
+from weft.kernels.triton_ops import TritonOps
 from weft.kernels.tuned import Blocks
+from weft.models.decoder import Decoder
+from weft.models.moe import SparseMlp
 from weft.worker import compared, selfcheck
 from weft.worker.build import build_worker
 from weft.worker.worker import DeviceWorker
@@ -62,22 +65,33 @@ def fp32_worker() -> Iterator[DeviceWorker]:
     yield from make_worker(BASE, dtype="float32")
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+LLAMA = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"])
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
+WIDTHS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+MIXTURE = Qwen2MoeConfig(
+    **SIZES | EXPERTS | WIDTHS | {"hidden_size": 64}, architectures=["Qwen2MoeForCausalLM"]
+)
+
+
 @pytest.fixture(scope="module")
 def triton_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceWorker]:
-    """One layer, in Triton's interpreter: its kernels read the tables."""
+    """One layer, whose adapters' kernels run in Triton's interpreter: they read the tables."""
+    yield from make_triton_worker(tmp_path_factory.mktemp("base"), LLAMA)
+
+
+def make_triton_worker(folder: Path, config: PreTrainedConfig) -> Iterator[DeviceWorker]:
     if not INTERPRETED:
         pytest.skip("Triton's interpreter is off")
-    folder = tmp_path_factory.mktemp("base")
-    sizes = {
-        "vocab_size": 32,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-    }
-    LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    config.save_pretrained(folder)
     for made in make_worker(folder, load_format="dummy"):
         assert made.adapters.self_check is not None
         tuning = Tuning(blocks=Blocks(shrink_programs=1))
@@ -167,6 +181,19 @@ def test_right_adapters_pass(worker: DeviceWorker, seed: int) -> None:
 def test_right_adapters_pass_with_triton(triton_worker: DeviceWorker) -> None:
     ranks = tuple(3 + 8 * (target.slice % 3) for target in triton_worker.model.table.targets)
     assert check(triton_worker, random_image(triton_worker, ranks)) == "passed"
+
+
+def test_adapters_of_experts_are_checked_as_few_rows_are_served(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Pairs of a token and an expert need no order then."""
+    monkeypatch.setattr(SparseMlp, "_sorted", None)
+    for worker in make_triton_worker(tmp_path, MIXTURE):
+        found, model = worker.adapters.self_check, worker.model
+        assert found is not None
+        found._decoder = Decoder(model.config, model.weights, TritonOps(torch.device("cpu")), 64)
+        ranks = tuple(3 + 8 * (target.slice % 3) for target in model.table.targets)
+        assert check(worker, random_image(worker, ranks)) == "passed"
 
 
 def test_extras_alone_pass(worker: DeviceWorker) -> None:
