@@ -84,6 +84,25 @@ def expected_row(
     return out
 
 
+def check_added(
+    pool: AdapterPool,
+    group: int,
+    owners: list[tuple[int, int]],
+    x: Tensor,
+    before: Tensor,
+    y: Tensor,
+) -> None:
+    """y is `before` and what the adapter and expert that own each row, -1 for none, add to it."""
+    layouts = [layout_of(TABLE, ranks) for ranks in RANKS]
+    starts = [0, *itertools.accumulate(layout.num_elements for layout in layouts)]
+    for p, (slot, expert) in enumerate(owners):
+        if min(slot, expert) < 0:
+            assert torch.equal(y[p], before[p]), "a row that no adapter changes was touched"
+            continue
+        delta = expected_row(pool, starts[slot], layouts[slot], group, expert, x[p])
+        torch.testing.assert_close(y[p].double(), before[p] + delta, atol=1e-4, rtol=1e-5)
+
+
 def triton_backend(pool: AdapterPool) -> LoraBackend:
     """With little to do for Triton's interpreter."""
     pytest.importorskip("triton")
@@ -102,7 +121,7 @@ def test_experts_add_what_their_adapters_say(
 ) -> None:
     """Rows of the base, then of slots 0, 1 and 2. With `first`, experts of a lower number are
     elsewhere, and add nothing."""
-    pool, layouts = random_pool(TABLE, RANKS), [layout_of(TABLE, ranks) for ranks in RANKS]
+    pool = random_pool(TABLE, RANKS)
     slots = [slot for slot, count in zip((-1, 0, 1, 2), counts, strict=True) for _ in range(count)]
     made = triton_backend(pool) if backend == "triton" else make_backend(backend, pool)
     step = made.begin(batch_of(slots))
@@ -112,47 +131,34 @@ def test_experts_add_what_their_adapters_say(
     routing = route(expert_TK, NUM_EXPERTS, some=first is not None)
     token_P = routing.order_P // TOP_K
     experts = step.experts(token_P, routing.expert_P)
-    starts = [0, layouts[0].num_elements, layouts[0].num_elements + layouts[1].num_elements]
+    of_tokens = [slots[token] for token in token_P.tolist()]
+    owners = list(zip(of_tokens, routing.expert_P.tolist(), strict=True))
     for group in TABLE.groups[1:]:
         x = torch.randn((len(token_P), group.in_features), generator=generator)
         y = torch.randn((len(token_P), group.out_features), generator=generator)
         before = y.clone()
         experts.linear(y, x, group.index)
-        for p, (token, expert) in enumerate(
-            zip(token_P.tolist(), routing.expert_P.tolist(), strict=True)
-        ):
-            slot = slots[token]
-            if min(slot, expert) < 0:
-                assert torch.equal(y[p], before[p]), "a base row was touched"
-                continue
-            delta = expected_row(pool, starts[slot], layouts[slot], group.index, expert, x[p])
-            torch.testing.assert_close(y[p].double(), before[p] + delta, atol=1e-4, rtol=1e-5)
+        check_added(pool, group.index, owners, x, before, y)
 
 
 @pytest.mark.parametrize("first", [0, 2], ids=["all", "some"])
 @pytest.mark.parametrize("slots", [[1], [-1, 0, 0, 2, 2, 1]], ids=["one row", "rows"])
 def test_adapters_add_to_pairs_as_they_come(slots: list[int], first: int) -> None:
     """With `first`, the other experts are elsewhere, and add nothing."""
-    pool, layouts = random_pool(TABLE, RANKS), [layout_of(TABLE, ranks) for ranks in RANKS]
+    pool = random_pool(TABLE, RANKS)
     generator = torch.Generator().manual_seed(1)
     scores = torch.rand((len(slots), NUM_EXPERTS + 1), generator=generator)
     expert_TK = scores.topk(TOP_K).indices - first
     step = triton_backend(pool).begin(batch_of(slots)).pairs(expert_TK, NUM_EXPERTS - 1)
     assert step is not None
-    ends = itertools.accumulate(layout.num_elements for layout in layouts)
-    starts = [0, *ends]
+    here = [e if e < NUM_EXPERTS - 1 else -1 for e in expert_TK.flatten().tolist()]
+    owners = [(slots[p // TOP_K], expert) for p, expert in enumerate(here)]
     for group in TABLE.groups[1:]:
         x = torch.randn((expert_TK.numel(), group.in_features), generator=generator)
         y = torch.randn((expert_TK.numel(), group.out_features), generator=generator)
         before = y.clone()
         step.linear(y, x, group.index)
-        for p, expert in enumerate(expert_TK.flatten().tolist()):
-            slot = slots[p // TOP_K]
-            if slot < 0 or not 0 <= expert < NUM_EXPERTS - 1:
-                assert torch.equal(y[p], before[p])
-                continue
-            delta = expected_row(pool, starts[slot], layouts[slot], group.index, expert, x[p])
-            torch.testing.assert_close(y[p].double(), before[p] + delta, atol=1e-4, rtol=1e-5)
+        check_added(pool, group.index, owners, x, before, y)
 
 
 @pytest.mark.parametrize("is_wrong", [False, True], ids=["right", "wrong"])

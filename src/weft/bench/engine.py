@@ -42,17 +42,17 @@ class AdapterShape:
 
     def of(self, table: TargetTable) -> list[Target]:
         """The projections to adapt. Raises ConfigError for a name that the model lacks."""
-        known: dict[str, list[Target]] = {}
-        for kind, prefix in ("linear", ""), ("experts", "experts."):
-            for target in table.targets:
-                if target.kind == kind:
-                    known.setdefault(prefix + target.suffix, []).append(target)
-        linear = [name for name in known if not name.startswith("experts.")]
-        for name in self.targets or ():
+        linear = [t for t in table.targets if t.kind == "linear"]
+        if self.targets is None:
+            return linear
+        named = [(t.suffix, t) for t in linear]
+        named += [("experts." + t.suffix, t) for t in table.targets if t.kind == "experts"]
+        known = dict.fromkeys(name for name, _ in named)
+        for name in self.targets:
             if name not in known:
                 wanted = ", ".join(known)
                 raise ConfigError(f"--targets: {name!r} is none of {wanted}", "targets")
-        return [t for name in self.targets or linear for t in known[name]]
+        return [target for name, target in named if name in self.targets]
 
 
 def default_model(options: Mapping[str, object]) -> str:

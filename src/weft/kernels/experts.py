@@ -68,7 +68,8 @@ class Chosen(NamedTuple):
 
 
 class ExpertAdapters(NamedTuple):
-    """What adapters add to the products of experts, for pairs token * K + rank, P of them."""
+    """What adapters add to both products of a mixture's experts. The rows of a product are the P
+    pairs of a token and one of its experts, in the order token * K + rank."""
 
     add: Callable[[Tensor, Tensor, int], None]
     """Adds a group's part to y (P, O), given x (P, I) and the group; see

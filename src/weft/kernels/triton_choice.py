@@ -23,8 +23,8 @@ from weft.kernels.triton_base import (
 )
 
 FEW_TOKENS = 64
-"""Up to so many tokens, `exact_linear` is faster than torch's product, which needs a copy of x in
-float32."""
+"""The most tokens for which `exact_linear` takes the place of torch's product, which needs a copy
+of x in float32."""
 OUTPUTS, ROWS = 2, 4
 """Outputs and rows that a program of `exact_linear` has."""
 WIDEST = 8192
@@ -85,7 +85,6 @@ def _choose(
     add_slot_ptr,
     correction_ptr,
     E,
-    stride,
     FIRST: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -113,14 +112,17 @@ def _choose(
     has = has_pending(add_slot_ptr + row, PENDING)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    at = row.to(tl.int64) * stride + e
+    num_logits = E
     if WEIGHS_SHARED:
-        at_gate = row.to(tl.int64) * stride + E
-        gate = tl.load(logits_ptr + at_gate)
-        gate = with_pending(gate, add_ptr + at_gate, has, row >= 0, PENDING)
-        tl.store(shared_ptr + row, tl.sigmoid(gate.to(tl.float32)))
+        num_logits += 1
+    at = row.to(tl.int64) * num_logits + e
+    last = (row + 1).to(tl.int64) * num_logits - 1
     logits = tl.load(logits_ptr + at, mask=e < E, other=float("-inf"))
     logits = with_pending(logits, add_ptr + at, has, e < E, PENDING).to(tl.float32)
+    shared = 0.0
+    if WEIGHS_SHARED:
+        shared = tl.load(logits_ptr + last)
+        shared = with_pending(shared, add_ptr + last, has, row >= 0, PENDING).to(tl.float32)
     # What is no number comes last, but ahead of what is beyond the experts.
     left = tl.where(e < E, tl.where(logits > -3e38, logits, -3e38), float("-inf"))
     share = tl.exp(logits - tl.max(left))
@@ -151,6 +153,8 @@ def _choose(
     pair = row.to(tl.int64) * TOP_K + order
     tl.store(weight_ptr + pair, weight, mask=chosen > 0)
     tl.store(expert_ptr + pair, e.to(tl.int64) - FIRST, mask=chosen > 0)
+    if WEIGHS_SHARED:
+        tl.store(shared_ptr + row, tl.sigmoid(shared))
 
 
 @triton.jit
@@ -178,15 +182,11 @@ def choose_experts(logits: Product, choice: ExpertChoice, experts: ExpertWeights
     """See `weft.kernels.ops.Ops.choose_experts`. Weights are float32, or of the logits' dtype if
     they are rounded."""
     logits_TO, scale_E, correction_E = logits.y_TO, experts.scale_E, experts.correction_E
-    (num_rows, num_outputs), top_k = logits_TO.shape, choice.top_k
-    num_experts = num_outputs - choice.weighs_shared
-    rounded = choice.rounded and scale_E is None
-    weight_TK = torch.empty(
-        (num_rows, top_k),
-        dtype=logits_TO.dtype if rounded else torch.float32,
-        device=logits_TO.device,
-    )
-    expert_TK = torch.empty_like(weight_TK, dtype=torch.int64)
+    num_rows, top_k = len(logits_TO), choice.top_k
+    num_experts = logits_TO.shape[1] - choice.weighs_shared
+    dtype = logits_TO.dtype if choice.rounded and scale_E is None else torch.float32
+    weight_TK = logits_TO.new_empty((num_rows, top_k), dtype=dtype)
+    expert_TK = logits_TO.new_empty((num_rows, top_k), dtype=torch.int64)
     shared_T1 = None
     if choice.weighs_shared:
         shared_T1 = logits_TO.new_empty((num_rows, 1), dtype=torch.float32)
@@ -204,7 +204,6 @@ def choose_experts(logits: Product, choice: ExpertChoice, experts: ExpertWeights
         *logits.pending_tensors(),
         weight_TK if correction_E is None else correction_E,
         num_experts,
-        num_outputs,
         FIRST=experts.first or 0,
         TOP_K=top_k,
         BLOCK_E=block,

@@ -55,7 +55,7 @@ def _tokens_of(
     """Which tokens chose the expert of a program's `place`: (expert, how many, for each token the
     number of those before it or -1, its pair). BY_PAIR: places are pairs, of which the first with
     an expert does the work of all; else experts. Choices beyond E, or below 0, are of experts that
-    are elsewhere; before all kernels are compiled, there may be such ones, too."""
+    are elsewhere."""
     t = tl.arange(0, BLOCK_T)[:, None]
     k = tl.arange(0, BLOCK_K)[None, :]
     pair = t * TOP_K + k
@@ -323,7 +323,8 @@ def _cut(inputs: int) -> ExpertCut:
 def _added_first(
     x_TI: Tensor, num_chosen: int, sizes: tuple[int, int], adapters: ExpertAdapters
 ) -> tuple[Tensor, Tensor]:
-    """What adapters add to the first product of pairs, and zeros for the second one, of `sizes`."""
+    """What adapters add to the first product, (pairs, sizes[0]), and zeros, (pairs, sizes[1]), to
+    which the caller has them add their part of the second one."""
     T, I = x_TI.shape  # noqa: E741
     first, second = x_TI.new_zeros(T * num_chosen, sum(sizes)).split_with_sizes(sizes, 1)
     x_PI = x_TI[:, None].expand(T, num_chosen, I).reshape(T * num_chosen, I)

@@ -204,7 +204,7 @@ def cut_of(
 
 
 MOST_ODD = 1024
-"""The most outputs that need not be a multiple of 32. A router has few, whose number may be odd."""
+"""Up to so many outputs, their number need not be a multiple of 32: a router may have any."""
 _COLUMNS = 64
 """The fewest columns of a program that multiplies by the matrix instruction for many."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -52,11 +51,11 @@ def _add_pending(
 
 @dataclass(frozen=True, slots=True)
 class KernelPending(Pending):
-    """`Pending` of a product that a kernel adds to."""
+    """`Pending` that one kernel adds to the product."""
 
     def added_to(self, y_TO: Tensor) -> Tensor:
         T, O = y_TO.shape  # noqa: E741
-        out_TO = torch.empty((T, O), dtype=y_TO.dtype, device=y_TO.device)
+        out_TO = y_TO.new_empty(T, O)
         _add_pending[T, cdiv(O, BLOCK)](
             y_TO, self.add_TO, self.slot_T, out_TO, O, y_TO.stride(0), BLOCK,
             **ALL_AT_ONCE, **launch_options(starts_early(y_TO.device)),

@@ -322,10 +322,10 @@ class LoraStep(Protocol):
         values: B_V (A x)."""
 
     def pairs(self, expert_TK: Tensor, num_experts: int) -> ExpertStep | None:
-        """The adapters' part of a layer's experts, for few rows: as `experts`, for the pairs of all
-        rows and their experts as they come, token * K + rank. Experts beyond `num_experts`, or
-        below 0, are elsewhere. What is pending of a product stays valid. None if the caller is to
-        order the pairs."""
+        """The adapters' part of a layer's experts for few rows, as `experts` gives it, but for all
+        pairs in the order token * K + rank. Numbers below 0, and from `num_experts` on, are of
+        experts that are elsewhere, which no adapter changes. What is pending of a product stays
+        valid. None if the caller must order the pairs and call `experts`."""
         return None
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:

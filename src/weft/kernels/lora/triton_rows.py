@@ -100,7 +100,12 @@ def _owner(token_ptr, expert_ptr, slot_ptr, p, P):
     """Slot and expert of pairs, as tiles have them; -1 for rows of the base, and of no expert."""
     there = (p >= 0) & (p < P)
     slot = tl.load(slot_ptr + tl.load(token_ptr + p, mask=there, other=0), mask=there, other=-1)
-    expert = tl.load(expert_ptr + p, mask=there, other=0).to(tl.int32)
+    return _owned_by(slot, tl.load(expert_ptr + p, mask=there, other=0).to(tl.int32))
+
+
+@triton.jit
+def _owned_by(slot, expert):
+    """The first word of a tile of this slot and expert; -1 if one of them is negative."""
     return tl.where((slot < 0) | (expert < 0), -1, expert * _EXPERT + slot)
 
 
@@ -129,14 +134,22 @@ def _lay_out_tiles(
     count = tl.load(count_ptr + p, mask=p < P, other=0)
     before = tl.load(count_ptr + p - 1, mask=(p < P) & (p > 0), other=0)
     total = tl.load(count_ptr + P - 1)
-    zero = tl.zeros_like(count)
+    begins = (count > before) & (p < P)
+    owner = _owner(token_ptr, expert_ptr, slot_ptr, p, P)
+    rows = tl.load(rows_ptr + p, mask=begins, other=0)
+    _store_tiles(tiles_ptr, p, P, total, begins, before, owner, rows)
+
+
+@triton.jit
+def _store_tiles(tiles_ptr, p, P, total, begins, nth, owner, rows):
+    """Store the tiles that begin at some of the pairs p, each as tile number `nth`."""
+    zero = tl.zeros_like(p)
     tl.store(tiles_ptr + 4 * p + 2, zero, mask=(p < P) & (p >= total))
     tl.store(tiles_ptr + 4 * p + 3, zero + total, mask=p == 0)
-    begins = (count > before) & (p < P)
-    tile = tiles_ptr + 4 * before
-    tl.store(tile, _owner(token_ptr, expert_ptr, slot_ptr, p, P), mask=begins)
+    tile = tiles_ptr + 4 * nth
+    tl.store(tile, owner, mask=begins)
     tl.store(tile + 1, p, mask=begins)
-    tl.store(tile + 2, tl.load(rows_ptr + p, mask=begins, other=0), mask=begins)
+    tl.store(tile + 2, rows, mask=begins)
 
 
 def tiles_of_experts(slot_T: Tensor, token_P: Tensor, expert_P: Tensor) -> Tensor:
@@ -164,14 +177,10 @@ def _lay_out_pairs(
     p = tl.arange(0, SIZE)
     slot = tl.load(slot_ptr + p // TOP_K, mask=p < P, other=-1)
     expert = tl.load(expert_ptr + p, mask=p < P, other=-1).to(tl.int32)
-    has = (slot >= 0) & (expert >= 0) & (expert < num_experts)
-    total = tl.sum(has.to(tl.int32), 0)
-    tl.store(tiles_ptr + 4 * p + 2, 0, mask=(p >= total) & (p < P))
-    tile = tiles_ptr + 4 * (tl.cumsum(has.to(tl.int32), 0) - 1)
-    tl.store(tile, expert * _EXPERT + slot, mask=has)
-    tl.store(tile + 1, p, mask=has)
-    tl.store(tile + 2, 1, mask=has)
-    tl.store(tiles_ptr + 3, total)
+    owner = _owned_by(slot, tl.where(expert < num_experts, expert, -1))
+    begins = (owner >= 0).to(tl.int32)
+    nth = tl.cumsum(begins, 0) - 1
+    _store_tiles(tiles_ptr, p, P, tl.sum(begins, 0), begins > 0, nth, owner, begins)
 
 
 def tiles_of_pairs(slot_T: Tensor, expert_TK: Tensor, num_experts: int) -> Tensor:
